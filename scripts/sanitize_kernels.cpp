@@ -293,8 +293,8 @@ struct Recurrent {
         net{2, 4, 32, 48, kTaps, conv.data(), rate.data(), bias.data(), norm.norm},
         conv_before(values(kMixed * kTaps)), before(4 * 32 * 48, 0.01f) {
     for (int i = 0; i < 2; i++) convs[i].resize(kMixed * kTaps), states[i].resize(before.size());
-    spans[0] = {nullptr, nullptr, convs[0].data(), states[0].data(), 1, 70};
-    spans[1] = {conv_before.data(), before.data(), convs[1].data(), states[1].data(), 71, 2};
+    spans[0] = {nullptr, nullptr, convs[0].data(), states[0].data(), 1, 70, nullptr};
+    spans[1] = {conv_before.data(), before.data(), convs[1].data(), states[1].data(), 71, 2, nullptr};
   }
   // Bits of the states after the spans.
   std::vector<uint32_t> last() const {

@@ -104,16 +104,21 @@ def drafter_of(
             f"draft={config.draft!r} leaves the model after {make.layer} layers, and the model has "
             f"{layers}; give a number in [1, {layers - 1}]"
         )
-    if not (why := why_no_drafts(runner)):
+    if not (why := why_no_drafts(runner, by_rows=isinstance(make, Exit))):
         return make
     raise ConfigError(
         f"draft={config.draft!r} cannot be used with this model here: {why}; use draft='none'"
     )
 
 
-def why_no_drafts(runner: TorchRunner) -> str:
-    """Return why this model or device cannot verify drafts exactly; "" if it can."""
-    if runner.parts.has_states:
-        return "its layers carry a state, which cannot go back when a draft is rejected"
+def why_no_drafts(runner: TorchRunner, *, by_rows: bool) -> str:
+    """Return why this model or device cannot verify drafts exactly; "" if it can.
+
+    Args:
+        runner: Runner of the model.
+        by_rows: True if the model's first layers draft (`Exit`).
+    """
+    if by_rows and runner.parts.has_states:
+        return "its layers carry a state, which draft rows would change"
     inexact = runner.backend.why_inexact
     return f"{inexact}, and a draft could change tokens" if inexact else ""

@@ -261,7 +261,7 @@ def profile(
         opened.enter_context(naming_family(loaded.model, "running a text"))
         probe = _Probe(loaded.name, runner, prefix)
         exits = [e for name, ids in kinds.items() for e in probe.exits(name, ids)]
-        refused = why_no_drafts(runner)
+        refused = why_no_drafts(runner, by_rows=True)
         context, times = probe.times(next(iter(kinds.values())), () if refused else DRAFTS)
         return Profile(
             model=loaded.name,

@@ -159,7 +159,7 @@ class RequestState:
 
     def forget_begun(self) -> None:
         """Drop the data of tokens that some layers have computed, but not all layers."""
-        self.kv.written = self.kv.committed
+        self.kv.commit(self.kv.committed)
         self.kept = self.drafted = None
 
     def tokens(self, lo: int, hi: int) -> list[int]:

@@ -114,6 +114,7 @@ class RequestKV(ABC):
     def commit(self, num_tokens: int) -> None:
         """Commit the first `num_tokens` tokens. KV of drafted tokens after them is not written."""
         self.committed = self.written = num_tokens
+        self.states.commit(num_tokens)
 
     @abstractmethod
     def export(self) -> Iterator[tuple[str, Tensor]]:

@@ -213,7 +213,9 @@ class TorchRunner:
         for row in program.rows:
             self.requests[row.request_id].check(row)
         for row, blocks in zip(program.rows, tables or [()] * len(program.rows), strict=True):
-            self.requests[row.request_id].kv.hold(blocks, row.hi)
+            request = self.requests[row.request_id]
+            request.kv.hold(blocks, row.hi)
+            request.kv.states.begin(len(request.ids), row.hi)
         frame = Frame(program)
         with inference():
             frame.rope = self.rope.rows(program, self.requests)

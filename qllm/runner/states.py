@@ -9,6 +9,18 @@ layer, states by the position of the next token:
 The state after a pass is committed once all layers have computed it. Until then both states are
 kept. So a pass that is dropped, stopped or run in another way finds its first state.
 
+A pass that verifies drafted tokens leaves one state, which is right only if all of them are
+accepted. So the pass also keeps the inputs of the recurrence of its tokens. If a draft is rejected,
+the state is dropped. The next op of the layer first runs the recurrence alone over the accepted
+tokens, from the first state of the pass:
+
+    accepted   {n - 1: s, n + d: s'}     s' is the state to continue from
+    rejected   {n - 1: s} and inputs     the recurrence over [n - 1, n + a) gives the state at n + a
+
+This is cheaper than the alternatives. A layer of Qwen3-Next has 2 MB of state, and 24 KB of inputs
+for a token. A state after each draft would take that memory for each, and time to write it, also if
+nothing is rejected. And to compute the accepted tokens again would run all layers for them.
+
 States for other requests are shared by reference. No pass writes to a shared state.
 
     marks     positions at which a pass stops to leave a state
@@ -20,6 +32,7 @@ import copy
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
@@ -29,6 +42,16 @@ from qllm.models.layer_cache import LayerCache
 
 NewState = Callable[[], Any]
 """Function that makes the state of one layer for a request without tokens."""
+Rerun = Callable[[Any, Tensor, Any], None]
+"""Function of a state, the inputs of the tokens after it, and a state to overwrite."""
+
+
+class Inputs(NamedTuple):
+    """The inputs of a layer's recurrence for tokens [first, first + T)."""
+
+    first: int
+    given_TW: Tensor
+    rerun: Rerun
 
 
 class States:
@@ -40,6 +63,35 @@ class States:
         """Positions whose states stay until the states are lent, or the marks change."""
         self._lent: set[int] = set()
         """Positions whose states the prefix cache also holds."""
+        self._drafted: range | None = None
+        """Positions after drafted tokens of the pass; None if the pass verifies none."""
+        self._inputs: dict[int, Inputs] = {}
+        """Inputs of a pass that verifies drafted tokens, by layer."""
+        self._owed: dict[int, Inputs] = {}
+        """Inputs of accepted tokens, by layer. `_settle` computes the state after them."""
+        self._spare: dict[int, Any] = {}
+        """A dropped state by layer. The next op of the layer overwrites it."""
+
+    def begin(self, num_known: int, hi: int) -> None:
+        """Begin a pass that ends at `hi`. Tokens from `num_known` on are drafted."""
+        self._drafted = range(num_known + 1, hi + 1) if hi > num_known else None
+
+    def inputs(self, layer: int, committed: int, width: int, rerun: Rerun) -> Tensor | None:
+        """Return where the pass keeps the inputs of its tokens, [T, width]; None if it need not.
+
+        Args:
+            layer: Index of the layer.
+            committed: Position of the pass's first token.
+            width: Number of inputs of a token.
+            rerun: Function that computes a state from the inputs.
+        """
+        if self._drafted is None:
+            return None
+        num, found = self._drafted.stop - 1 - committed, self._inputs.get(layer)
+        if found is None or (found.first, len(found.given_TW)) != (committed, num):
+            given_TW = torch.empty((num, width), dtype=torch.bfloat16)
+            found = self._inputs[layer] = Inputs(committed, given_TW, rerun)
+        return found.given_TW
 
     def _is_fixed(self, position: int, committed: int) -> bool:
         """Return True if no pass may write to the states of a position."""
@@ -55,6 +107,7 @@ class States:
         From then on no pass writes to the states, and the position is no longer marked.
         """
         self.marks -= {position}
+        self._settle_all()
         found = {i: held[position] for i, held in self._held.items() if position in held}
         if not found or len(found) < len(self._held):
             return None
@@ -80,6 +133,7 @@ class States:
         """
         if position == 0:
             return new_state()
+        self._settle(layer)
         held = self._held.get(layer, {})
         if position not in held:
             raise InvariantError(f"layer {layer} has no state at position {position} (I9)")
@@ -102,12 +156,15 @@ class States:
         """
         if position == 0:
             return None, new_state()
+        self._settle(layer)
         held = self._held.get(layer, {})
         if position not in held:
             raise InvariantError(f"layer {layer} has no state at position {position} (I9)")
         for p in [p for p in held if p in self._lent and p not in (committed, position)]:
             if p not in self.marks:
                 del held[p]  # deleted before another is made, so that a request has two
+        if (unused := self._spare.pop(layer, None)) is not None:
+            return held[position], unused
         spare = next((p for p in held if p != position and not self._is_fixed(p, committed)), None)
         return held[position], new_state() if spare is None else held.pop(spare)
 
@@ -116,6 +173,7 @@ class States:
 
         The state is not a copy.
         """
+        self._settle(layer)
         held = self._held[layer]
         position = max(held)
         if isinstance(saved := held[position], Saved):
@@ -127,11 +185,48 @@ class States:
         held, kept = self._held.setdefault(layer, {}), {committed, *self.marks}
         self._held[layer] = {p: s for p, s in held.items() if p in kept} | {position: state}
 
+    def commit(self, position: int) -> None:
+        """Commit the first `position` tokens of a pass, and drop the states after them.
+
+        A dropped state is one after a rejected draft. The state at `position` is then owed.
+
+        Raises:
+            InvariantError: A layer has neither the state nor the inputs that give it.
+        """
+        if self._drafted is None:
+            return
+        inputs, self._inputs, self._drafted = self._inputs, {}, None
+        for layer, held in self._held.items():
+            for late in [p for p in held if p > position]:
+                self._spare[layer] = held.pop(late)
+            if position in held or layer in self._owed:
+                continue
+            if layer not in inputs:
+                raise InvariantError(f"layer {layer} cannot go back to position {position} (I9)")
+            begin, given_TW, rerun = inputs[layer]
+            first = max(held)
+            accepted = given_TW[first - begin : position - begin]
+            self._owed[layer] = Inputs(first, accepted, rerun)
+
+    def _settle(self, layer: int) -> None:
+        """Compute the state that a layer owes, if it owes one."""
+        owed = self._owed.get(layer)
+        if owed is None:
+            return
+        held, state = self._held[layer], self._spare.pop(layer)
+        owed.rerun(held[owed.first], owed.given_TW, state)
+        held[owed.first + len(owed.given_TW)] = state
+        del self._owed[layer]
+
+    def _settle_all(self) -> None:
+        for layer in list(self._owed):
+            self._settle(layer)
+
     def clear(self) -> None:
         """Drop all states. The request is computed again from its first token."""
-        self._held.clear()
-        self._lent.clear()
-        self.marks = frozenset()
+        for held in (self._held, self._lent, self._inputs, self._owed, self._spare):
+            held.clear()
+        self.marks, self._drafted = frozenset(), None
 
     @property
     def layers(self) -> Collection[int]:
@@ -146,14 +241,23 @@ class States:
     def tensors(self) -> list[Tensor]:
         """Return the tensors of all states. Callable from any thread."""
         held = [state for at in list(self._held.values()) for state in list(at.values())]
-        return [t for state in held for t in tensors_of(state).values()]
+        held += list(self._spare.values())
+        inputs = [*list(self._inputs.values()), *list(self._owed.values())]
+        kept = [one.given_TW for one in inputs]
+        return [t for state in held for t in tensors_of(state).values()] + kept
 
     def export(self) -> dict[str, Tensor]:
-        """Return copies of the tensors by name: "state.LAYER.POSITION.NAME"."""
+        """Return copies of the tensors by name: "state.LAYER.POSITION.NAME".
+
+        States after drafted tokens of an unfinished pass are left out.
+        """
+        self._settle_all()
+        drafted = self._drafted or ()
         return {
             f"state.{layer}.{position}.{name}": tensor.clone()
             for layer, by_position in self._held.items()
             for position, state in by_position.items()
+            if position not in drafted
             for name, tensor in tensors_of(state).items()
         }
 

@@ -1,6 +1,7 @@
 """Drafts change no token: with any drafter, and any settings, answers are those without drafts.
 
-KV after the accepted tokens is overwritten with NaN after every step, so nothing may read it.
+KV and states after the accepted tokens are overwritten with NaN after every step, so nothing may
+read them.
 """
 
 import math
@@ -25,14 +26,24 @@ from qllm.runner import choosing
 from qllm.runner.choosing import Verified
 from qllm.runner.frame import Frame
 from qllm.types import FinishReason
-from tests.support.drafters import SHARES, counts, maker, next_of, poison_rejected, quieten
-from tests.support.families import FAMILIES, VOCAB, make_model
+from tests.support.drafters import (
+    SHARES,
+    counts,
+    maker,
+    model_of,
+    next_of,
+    poison_rejected,
+    quieten,
+)
+from tests.support.families import FAMILIES, VOCAB
+from tests.support.hybrids import NATIVE
 from tests.support.inside import loop_of, runner_of
 from tests.support.storms import prompt_of
 from tests.support.tiny_configs import tiny_model
 
 NEW = 24
-DRAFTERS = (*SHARES, "random", "exit:1", "exit:2")
+DRAFTERS = (*SHARES, "random")
+EXITS = ("exit:1", "exit:2")
 WARNED: list[str] = []
 KINDS: dict[str, SamplingParams] = {
     "greedy": SamplingParams(temperature=0),
@@ -69,7 +80,7 @@ def exit_layer(drafter: str) -> int:
 
 def engine_of(family: str = "mixtral", quiet_from: int = 0, **settings: Any) -> QLLMEngine:
     """An engine; layers from `quiet_from` on change little, if that is not 0."""
-    model = make_model(family, torch.bfloat16)
+    model = model_of(family)
     if quiet_from:
         quieten(model, quiet_from)
     how: dict[str, Any] = {"threads": 1, "conformance": False, "max_kv_tokens": 4096, **settings}
@@ -121,9 +132,12 @@ def alone() -> Iterator[Any]:
     return of
 
 
+CELLS = [(family, drafter) for family in FAMILIES for drafter in (*DRAFTERS, *EXITS)]
+CELLS += [(family, drafter) for family in NATIVE for drafter in DRAFTERS]
+
+
 @pytest.mark.sampled(8)
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "drafter"), CELLS)
 def test_answers_are_those_without_drafts(family: str, drafter: str, alone: Any) -> None:
     more, expected = alone(family, exit_layer(drafter))
     with engine_of(family, exit_layer(drafter)) as engine:
@@ -390,14 +404,15 @@ def test_no_token_behind_a_stop_is_drafted() -> None:
     assert not set(drafted) & set(stops)
 
 
-def test_a_draft_whose_logits_are_nan_ends_no_request() -> None:
+@pytest.mark.parametrize("family", ["mixtral", *NATIVE])
+def test_a_draft_whose_logits_are_nan_ends_no_request(family: str) -> None:
     """The model breaks behind token 5, which no answer has."""
     bias = {5: -100.0}
     kinds = {
         "greedy": SamplingParams(temperature=0, logit_bias=bias),
         "seeded": SamplingParams(temperature=1, seed=1, logit_bias=bias),
     }
-    with engine_of() as engine:
+    with engine_of(family) as engine:
         weights = runner_of(engine).model.get_input_embeddings().weight
         engine.call(lambda: weights.data[5].fill_(math.nan))
         expected = answers(engine, kinds)
@@ -425,6 +440,12 @@ def test_an_unknown_drafter_is_refused_with_the_known_ones() -> None:
         engine_of(draft="x")
 
 
+def test_a_model_with_states_has_no_draft_rows() -> None:
+    said = r"draft='exit:1' .*: its layers carry a state, which draft rows .*; use draft='none'"
+    with pytest.raises(ConfigError, match=said):
+        engine_of("qwen3_next", draft="exit:1")
+
+
 @pytest.mark.parametrize("layer", ["0", "-1", "x", "", "1.5"])
 def test_an_exit_names_a_number_of_layers(layer: str) -> None:
     said = f"draft='exit:{layer}' must name the number of layers .* at least 1 .*, like exit:4"
@@ -447,9 +468,9 @@ def test_a_model_whose_bits_depend_on_cuts_is_refused() -> None:
         engine_of(draft="lookup", kernels="reference")
 
 
-def test_a_model_with_states_is_refused_for_its_states() -> None:
+def test_a_hybrid_of_which_a_layer_has_no_kernel_is_refused() -> None:
     model = tiny_model("qwen3_next").to(torch.bfloat16)
-    with pytest.raises(ConfigError, match=r"its layers carry a state.*; use draft='none'"):
+    with pytest.raises(ConfigError, match=r"not every layer runs on our kernels"):
         QLLMEngine.from_model(model, conformance=False, max_kv_tokens=1024, draft="auto")
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from qllm import QLLMEngine, SamplingParams
 from qllm.frontend.handle import Result
@@ -18,9 +17,10 @@ from qllm.policy import NO_STOP, View, next_row
 from qllm.record import trace
 from qllm.runner.cpu import cpu_runner
 from qllm.types import Cap, Grain
-from tests.support.drafters import counts, maker, next_of, poison_rejected
-from tests.support.families import VOCAB, make_model
-from tests.support.inside import loop_of
+from tests.support.drafters import counts, maker, model_of, next_of, poison_rejected
+from tests.support.families import VOCAB
+from tests.support.hybrids import NATIVE
+from tests.support.inside import loop_of, runner_of
 from tests.support.storms import Chaos, Storm, assert_replayed, fine, prompt_of, same, show
 
 
@@ -30,7 +30,11 @@ def _rejected_kv_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3")
-DRAFTERS = ("oracle", "wrong", "half", "random", "exit:1", "exit:2")
+DRAFTERS = ("oracle", "wrong", "half", "random")
+EXITS = ("exit:1", "exit:2")
+CELLS = [(family, drafter) for family in FAMILIES for drafter in DRAFTERS]
+CELLS += [(family, name) for family in FAMILIES if family not in NATIVE for name in EXITS]
+ALONE = [(family, drafter) for family, drafter in CELLS if family in ("mixtral", "qwen3_next")]
 
 
 def spec_of(rng: random.Random) -> dict[str, Any]:
@@ -59,7 +63,12 @@ class DraftStorm(Storm):
 
 def engine_of(family: str, **settings: Any) -> QLLMEngine:
     how = {"threads": 1, "conformance": False, "max_kv_tokens": 2048, "record": True, **settings}
-    return QLLMEngine.from_model(make_model(family, torch.bfloat16), **how)
+    return QLLMEngine.from_model(model_of(family), **how)
+
+
+def state_tokens_of(family: str) -> int:
+    """Tokens that the states of a request count as in a family's engine."""
+    return 72 if family in NATIVE else 0
 
 
 def solo(engine: QLLMEngine) -> list[Result]:
@@ -77,17 +86,18 @@ def start(engine: QLLMEngine, drafter: str, expected: Sequence[Result], most: in
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("swap", [0, 4096])
 @pytest.mark.parametrize("policy", ["chaos", "qllm2"])
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "drafter"), CELLS)
 def test_a_storm_leaves_every_stream_equal_to_its_solo_run(
     family: str, drafter: str, policy: str, swap: int
 ) -> None:
-    seed = 7 * FAMILIES.index(family) + DRAFTERS.index(drafter) + 31 * bool(swap)
+    seed = 7 * FAMILIES.index(family) + (*DRAFTERS, *EXITS).index(drafter) + 31 * bool(swap)
     with engine_of(family) as engine:
         expected = solo(engine)
     made = Chaos(seed) if policy == "chaos" else policy
-    settings = {"max_kv_tokens": 176, "max_step_tokens": 96, "swap_kv_tokens": swap}
+    room = 176 + 2 * (states := state_tokens_of(family))
+    settings = {"max_kv_tokens": room, "max_step_tokens": 96, "swap_kv_tokens": swap}
     with engine_of(family, policy=made, **settings) as engine:
+        assert runner_of(engine).shape.state_tokens == states
         fine(engine)
         start(engine, drafter, expected, 1 + seed % 8)
         storm = DraftStorm(engine, seed)
@@ -106,7 +116,7 @@ def test_a_storm_leaves_every_stream_equal_to_its_solo_run(
     parked = [e for e in events if isinstance(e, trace.Parked) and e.frame_id in drafted]
     assert parked or policy != "chaos", "no row with drafts was ever parked"
     assert sum(r.metrics.preempt_recomputed_tokens for r in results) == 0
-    fresh = cpu_runner(make_model(family, torch.bfloat16))
+    fresh = cpu_runner(model_of(family))
     assert_replayed(storm, results, events, fresh)
 
 
@@ -127,11 +137,11 @@ class Everywhere:
         return Plan(rows=rows, grain=Grain.EXPERT, stop_below=NO_STOP, slice_ns=1)
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_a_stop_at_every_boundary_changes_nothing(drafter: str) -> None:
-    with engine_of("mixtral") as engine:
+@pytest.mark.parametrize(("family", "drafter"), ALONE)
+def test_a_stop_at_every_boundary_changes_nothing(family: str, drafter: str) -> None:
+    with engine_of(family) as engine:
         expected = solo(engine)
-    with engine_of("mixtral", policy=Everywhere()) as engine:
+    with engine_of(family, policy=Everywhere()) as engine:
         fine(engine)
         start(engine, drafter, expected, 8)
         found = [engine.submit(priority="BE", **spec).result(300) for spec in SPECS[:6]]
@@ -158,14 +168,15 @@ class Holds(Everywhere):
 
 
 @pytest.mark.parametrize("after", [0, 30, 77])
-def test_a_checkpoint_leaves_out_drafts(after: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["mixtral", *NATIVE])
+def test_a_checkpoint_leaves_out_drafts(family: str, after: int, tmp_path: Path) -> None:
     """A row with drafts is parked while its request is written; another engine goes on."""
     spec = {**SPECS[0], "prompt": prompt_of(17, 1), "max_tokens": 20}
-    with engine_of("mixtral") as engine:
+    with engine_of(family) as engine:
         expected = engine.submit(priority="BE", **spec).result(300)
     right = next_of({tuple(spec["prompt"]): expected.token_ids})
     holds = Holds(after)
-    with engine_of("mixtral", policy=holds) as engine:
+    with engine_of(family, policy=holds) as engine:
         fine(engine)
         make = maker("half", right, VOCAB)
         engine.call(lambda: loop_of(engine).draft_with(make, 4, warn=print, weighs=False))
@@ -174,7 +185,7 @@ def test_a_checkpoint_leaves_out_drafts(after: int, tmp_path: Path) -> None:
             engine.call(lambda: None)
         assert engine.checkpoint(tmp_path / "saved") == 1
         before = handle.token_ids
-    with engine_of("mixtral") as engine:
+    with engine_of(family) as engine:
         fine(engine)
         engine.call(lambda: loop_of(engine).draft_with(make, 4, warn=print, weighs=False))
         (handle,) = engine.restore(tmp_path / "saved")

@@ -23,12 +23,14 @@ from qllm.frontend.handle import Handle
 from qllm.models.discover import discover
 from qllm.plan import NO_STOP, Plan, Row
 from qllm.policy import RequestView, View, next_row
+from qllm.record import trace
 from qllm.runner.cpu import cpu_runner
 from qllm.scheduler import decision
 from qllm.types import Cap, Grain
 from tests.long import families as all_families
 from tests.support import tiny_configs
 from tests.support.all_families import MOE
+from tests.support.drafters import MakeDrafter, always_draft, maker, next_of, poison_rejected
 from tests.support.hybrids import NATIVE, make_hybrid
 from tests.support.inside import loop_of, runner_of
 from tests.support.storms import CUTS, show
@@ -58,6 +60,8 @@ LONG, CHUNKS = 2048, (150, 257, 512)
 SHORT = (37, 90, 61)
 NEW = (6, 30, 24, 18)
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
+MOST = 5
+"""Drafted tokens of a row."""
 SLACK = 80
 """Tokens of blocks beside what the long prompt and a short one fill."""
 ROWS = CUTS._replace(
@@ -195,7 +199,7 @@ class Peaks(dict[int, list[float]]):
 
 
 class Found(NamedTuple):
-    """What became of all prompts."""
+    """The answers to all prompts."""
 
     tokens: list[tuple[int, ...]]
     peaks: list[list[float]]
@@ -210,7 +214,18 @@ class Seen(NamedTuple):
 
 
 def kinds_of(engine: QLLMEngine) -> Counter[str]:
-    return Counter(type(event).__name__ for event in engine.trace.events)
+    """Return the number of events by kind, and of drafts that were accepted and rejected."""
+    found, rows = Counter[str](), dict[int, set[int]]()
+    for event in engine.trace.events:
+        found[type(event).__name__] += 1
+        if isinstance(event, trace.Planned):
+            rows[event.frame_id] = {row.num_tokens for row in event.rows}
+        elif isinstance(event, trace.Parked):
+            found["parked with drafts"] += not rows[event.frame_id].isdisjoint(range(2, MOST + 2))
+        elif isinstance(event, trace.Verified):
+            found["accepted"] += event.num_accepted
+            found["rejected"] += event.num_drafts - event.num_accepted
+    return found
 
 
 def alone(case: Case, prompts: Sequence[list[int]], pool: int) -> Found:
@@ -224,10 +239,18 @@ def alone(case: Case, prompts: Sequence[list[int]], pool: int) -> Found:
     return Found(tokens, peaks.of(handles))
 
 
-def to_checkpoint(case: Case, prompts: Sequence[list[int]], path: Path, **room: Any) -> Seen:
+def to_checkpoint(
+    case: Case,
+    prompts: Sequence[list[int]],
+    path: Path,
+    drafter: MakeDrafter | None = None,
+    **room: Any,
+) -> Seen:
     """The storm, up to a checkpoint in the middle of the long prompt."""
     turns = Turns(1, len(prompts), hold_at=60)
     with engine_of(case, policy=turns, record=True, **room) as engine:
+        if drafter is not None:
+            always_draft(engine, drafter, MOST)
         (peaks := Peaks()).watch(engine)
         handles = engine.call(
             lambda: [
@@ -235,14 +258,18 @@ def to_checkpoint(case: Case, prompts: Sequence[list[int]], path: Path, **room: 
                 for i, (ids, new) in enumerate(zip(prompts, NEW, strict=True))
             ]
         )
-        assert turns.holds.wait(600)
+        assert turns.holds.wait(120), f"not held in {turns.num_turns} turns"
         assert engine.checkpoint(path) == len(prompts)
         return Seen(Found([], peaks.of(handles)), kinds_of(engine))
 
 
-def from_checkpoint(case: Case, path: Path, **room: Any) -> Seen:
+def from_checkpoint(
+    case: Case, path: Path, drafter: MakeDrafter | None = None, **room: Any
+) -> Seen:
     """The rest of it, in another engine."""
     with engine_of(case, policy=Turns(2, len(NEW)), record=True, **room) as engine:
+        if drafter is not None:
+            always_draft(engine, drafter, MOST)
         (peaks := Peaks()).watch(engine)
         handles = sorted(engine.restore(path), key=lambda h: h.request_id)
         tokens = [handle.result(600).token_ids for handle in handles]
@@ -288,6 +315,37 @@ def test_decodes_beside_a_long_prompt_survive_a_storm_swaps_and_a_restart(
     with safe_open(saved, framework="pt") as file:
         has_states = any(".state." in f".{key}" for key in file.keys())  # noqa: SIM118
     assert has_states is (name not in MIXES)
+
+
+@pytest.mark.parametrize("drafter", ["wrong", "half"])
+@pytest.mark.parametrize("family", NATIVE)
+def test_drafts_change_nothing_beside_a_long_prompt(
+    family: str, drafter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same storm. A checkpoint leaves out the rows that verify drafts."""
+    torch.set_num_threads(1)
+    poison_rejected(monkeypatch)
+    monkeypatch.setattr(decision, "MAX_IDLE_NS", 3600 * 10**9)
+    case, saved = case_of(f"{family} bf16", monkeypatch), tmp_path / "saved"
+    prompts, states = prompts_of(tiny_configs.VOCAB), state_tokens_of(case)
+    pool = LONG + NEW[0] + SHORT[1] + NEW[2] + 2 * states + SLACK
+    expected = alone(case, prompts, pool)
+    right = next_of(dict(zip(map(tuple, prompts), expected.tokens, strict=True)))
+    room = {"max_kv_tokens": pool, "swap_kv_tokens": 4 * (pool + states), "max_step_tokens": 700}
+    make = maker(drafter, right, tiny_configs.VOCAB)
+    first = to_checkpoint(case, prompts, saved, make, **room)
+    then = from_checkpoint(case, saved, make, **room)
+    kinds = first.kinds + then.kinds
+    show(f"{family}: {kinds}")
+    assert then.found.tokens == expected.tokens
+    assert (kinds["accepted"] > 10) is (drafter == "half")
+    assert kinds["rejected"] > 10
+    assert kinds["parked with drafts"] > 20
+    assert min(kinds["SwappedOut"], kinds["SwappedIn"]) > 0
+    assert kinds["Evicted"] == 0
+    with safe_open(saved, framework="pt") as file:
+        names = [key.split(".") for key in file.keys() if ".state." in f".{key}"]  # noqa: SIM118
+    assert names
 
 
 def test_every_family_with_a_state_is_among_them() -> None:

@@ -171,6 +171,27 @@ def test_requests_of_a_step_do_not_see_each_other() -> None:
             kv.committed, at = hi, at + hi - lo
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("how", CASES)
+def test_a_rejection_leaves_the_state_of_the_accepted_tokens(how: str, threads: int) -> None:
+    """For each number of them, beside another request, whose tokens come first in the op."""
+    cpu.set_threads(threads)
+    mixer, x_TD = mixer_of(module_of(how), how), rand(25, HIDDEN)
+    for accepted in (11, 14, 18):
+        kv, other = SlabKV(2, 40), SlabKV(2, 40)
+        run(mixer, x_TD[:10], [Span(kv, 0, 0, 10)])
+        kv.committed = 10
+        kv.states.begin(11, 18)
+        run(mixer, x_TD[7:18], [Span(other, 0, 0, 3), Span(kv, 3, 10, 18)])
+        kv.commit(accepted)
+        assert list(kv.states._held[0]) == ([10, 18] if accepted == 18 else [10])
+        rest = run(mixer, x_TD[accepted:], [Span(kv, 0, accepted, 25)])
+        out_TD, state = cut(mixer, x_TD, [0, accepted, 25])
+        assert torch.equal(rest, out_TD[accepted:])
+        found = tensors_of(kv.states.take(0, 25, 25, dict))
+        assert all(torch.equal(found[name], t) for name, t in state.items())
+
+
 def test_a_pass_that_is_forgotten_leaves_the_committed_state() -> None:
     mixer, x = mixer_of(module_of("split"), "split"), rand(40, HIDDEN)
     whole, _ = cut(mixer, x, [0, 40])

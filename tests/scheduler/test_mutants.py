@@ -180,12 +180,12 @@ def finish_twice(patch: pytest.MonkeyPatch) -> None:
 
 def with_drafts() -> None:
     """Check the law of drafts with drafts of which some are right."""
-    laws.test_drafts_give_every_request_its_tokens(1, 0.6, 0)
+    laws.test_drafts_give_every_request_its_tokens(1, 0.6, 0, 0)
 
 
 def with_draft_rows() -> None:
     """Check the law of drafts with draft rows through one layer."""
-    laws.test_drafts_give_every_request_its_tokens(1, 0.6, 1)
+    laws.test_drafts_give_every_request_its_tokens(1, 0.6, 1, 0)
 
 
 def run_draft_layers_twice(patch: pytest.MonkeyPatch) -> None:

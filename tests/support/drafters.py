@@ -3,8 +3,10 @@
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from qllm import QLLMEngine
@@ -13,6 +15,9 @@ from qllm.drafters.exit import Exit
 from qllm.drafters.protocol import DraftRequest, MakeDrafter
 from qllm.frontend.handle import Result
 from qllm.runner.kv import SlabKV
+from qllm.runner.states import States, tensors_of
+from tests.support.families import make_model
+from tests.support.hybrids import NATIVE, make_hybrid
 from tests.support.inside import loop_of
 
 Right = Callable[[Sequence[int]], int | None]
@@ -33,6 +38,11 @@ def next_of(streams: Mapping[tuple[int, ...], Sequence[int]]) -> Right:
         return next((ids[len(known)] for ids in found), None)
 
     return right
+
+
+def model_of(family: str) -> Any:
+    """A tiny model in bf16. Some families are hybrids."""
+    return make_hybrid(family) if family in NATIVE else make_model(family, torch.bfloat16)
 
 
 class Guess:
@@ -103,9 +113,10 @@ def counts(results: Sequence[Result]) -> tuple[int, int]:
 
 
 def poison_rejected(patch: pytest.MonkeyPatch) -> None:
-    """Overwrite the KV of rejected drafts with NaN after every step."""
-    commit = SlabKV.commit
+    """Overwrite what rejected drafts left with NaN after every step: KV, states, their inputs."""
+    commit, commit_states = SlabKV.commit, States.commit
 
+    @torch.inference_mode()
     def poisoned(kv: SlabKV, num_tokens: int) -> None:
         written = kv.written
         commit(kv, num_tokens)
@@ -113,7 +124,20 @@ def poison_rejected(patch: pytest.MonkeyPatch) -> None:
             for t in slab or ():
                 t.narrow(2, num_tokens, written - num_tokens).fill_(math.nan)
 
+    @torch.inference_mode()
+    def poisoned_states(states: States, position: int) -> None:
+        had_drafts, inputs = states._drafted is not None, list(states._inputs.values())
+        commit_states(states, position)
+        for state in states._spare.values():
+            for t in tensors_of(state).values():
+                t.fill_(math.nan)
+        for first, given_TW, _ in inputs:
+            given_TW[position - first :].fill_(math.nan)
+        late = [p for held in states._held.values() for p in held if p > position]
+        assert not (had_drafts and late), "a state after a rejected draft"
+
     patch.setattr(SlabKV, "commit", poisoned)
+    patch.setattr(States, "commit", poisoned_states)
 
 
 def always_draft(engine: QLLMEngine, make: MakeDrafter, most: int = 4) -> None:

@@ -313,12 +313,15 @@ def test_any_plan_within_the_rules_gives_every_request_its_tokens(seed: int) -> 
         assert events(world, trace.Parked)
 
 
-@pytest.mark.parametrize("exit_layer", [0, 1, LAYERS - 1])
+@pytest.mark.parametrize(("exit_layer", "states"), [(0, 0), (0, 100), (1, 0), (LAYERS - 1, 0)])
 @pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
 @pytest.mark.parametrize("seed", range(4))
-def test_drafts_give_every_request_its_tokens(seed: int, share: float, exit_layer: int) -> None:
+def test_drafts_give_every_request_its_tokens(
+    seed: int, share: float, exit_layer: int, states: int
+) -> None:
     """Scheduler and runner count the same tokens of a row, however many of its drafts are right."""
-    world = World(Fuzz(seed), replace(LIMITS, num_blocks=40, max_num_seqs=3))
+    limits = replace(LIMITS, num_blocks=40, max_num_seqs=3)
+    world = World(Fuzz(seed), limits, shape=SHAPE._replace(state_tokens=states))
     draft(world, share, 1 + 3 * seed, exit_layer=exit_layer)
     for n in range(5):
         world.submit([0, 3, 10][n % 3], 20 * n + 5, 30)

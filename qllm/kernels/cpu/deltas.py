@@ -14,7 +14,7 @@ from qllm.kernels.cpu.norms import Norm, NormStruct
 
 HEAD_MULTIPLE = 16
 """Divisor of the widths of heads."""
-SPAN_BYTES = 48
+SPAN_BYTES = 56
 """Bytes of a `DeltaSpan` in kernels.h."""
 
 
@@ -52,10 +52,12 @@ class DeltaSpan(NamedTuple):
     """Destination of the state after the tokens. It is never the same object as `before`."""
     at: int
     num: int
+    inputs: Tensor | None = None
+    """Copy of the rows of the tokens, [num, width], to be written for `DeltaNet.carry`."""
 
 
 class DeltaSpans:
-    """Spans in the layout of the kernels: 6 integers each (`DeltaSpan` in kernels/cpu/kernels.h).
+    """Spans in the layout of the kernels: 7 integers each (`DeltaSpan` in kernels/cpu/kernels.h).
 
     The caller keeps the states of the spans alive.
 
@@ -65,9 +67,10 @@ class DeltaSpans:
 
     def __init__(self, rounds: Sequence[Sequence[DeltaSpan]]) -> None:
         self._nums, self._values = array("q", map(len, rounds)), array("q")
-        for before, after, at, num in (span for spans in rounds for span in spans):
+        for before, after, at, num, inputs in (span for spans in rounds for span in spans):
             read = (0, 0) if before is None else _addresses(before)
-            self._values.extend((*read, *_addresses(after), at, num))
+            kept = 0 if inputs is None else inputs.data_ptr()
+            self._values.extend((*read, *_addresses(after), at, num, kept))
         self.address = self._values.buffer_info()[0]
         self.round_nums, self.num_rounds = self._nums.buffer_info()
         """Address and length of the numbers of spans per round."""
@@ -137,6 +140,13 @@ class DeltaNet:
         for address, num in spans:
             native.delta(out.data_ptr(), mixed.data_ptr(), self.address, address, num)
         return self.out.linear(dense(out))
+
+    def carry(self, before: DeltaState, inputs_TW: Tensor, after: DeltaState) -> None:
+        """Compute the state after tokens from the inputs that an earlier call has copied."""
+        num = len(inputs_TW)
+        out = torch.empty((num, self.out.num_in), dtype=torch.bfloat16)
+        for address, num_spans in DeltaSpans([[DeltaSpan(before, after, 0, num)]]):
+            native.delta(out.data_ptr(), inputs_TW.data_ptr(), self.address, address, num_spans)
 
 
 def _addresses(state: DeltaState) -> tuple[int, int]:

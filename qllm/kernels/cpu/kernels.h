@@ -186,13 +186,15 @@ struct DeltaNet {
 };
 
 // Tokens [at, at + num) of the op, all of one request: the states before them, which may be null
-// (all zeros), and the states after them, which may be the same.
+// (all zeros), and the states after them, which may be the same. `inputs` gets a copy of the rows of
+// the tokens, unless it is null.
 struct DeltaSpan {
   const uint16_t* conv_before;  // [channels, taps]: the last inputs
   const float* state_before;    // [v_heads, key, value]
   uint16_t* conv;
   float* state;
   int64_t at, num;
+  uint16_t* inputs;
 };
 
 struct Unit {

@@ -112,11 +112,17 @@ class DeltaMixer:
         kv, at, first, last = span
         states, found = kv.states, list[Piece]()
         before, after = states.advance(self.index, first, kv.committed, self._state)
+        width, begin = self.kernel.into.num_out, kv.committed
+        inputs = states.inputs(self.index, begin, width, self._rerun)
         for lo, hi in pairwise(states.stops(first, last)):
             if found:
                 before, after = after, self._state()
-            found.append(Piece(kv, before, after, at + lo - first, lo, hi))
+            kept = None if inputs is None else inputs[lo - begin : hi - begin]
+            found.append(Piece(kv, before, after, at + lo - first, lo, hi, kept))
         return found
+
+    def _rerun(self, before: Any, inputs_TW: Tensor, after: Any) -> None:
+        self.kernel.carry(_inside(before), inputs_TW, _inside(after))
 
     def _state(self) -> Any:
         """Return a state of transformers with tensors that the kernel writes."""
@@ -137,12 +143,14 @@ class Piece(NamedTuple):
     at: int
     lo: int
     hi: int
+    inputs: Tensor | None
 
     @property
     def span(self) -> DeltaSpan:
         """The piece in the layout that the kernel reads."""
         before = None if self.before is None else _inside(self.before)
-        return DeltaSpan(before, _inside(self.after), self.at, self.hi - self.lo)
+        num = self.hi - self.lo
+        return DeltaSpan(before, _inside(self.after), self.at, num, self.inputs)
 
 
 class Carried:
@@ -166,7 +174,7 @@ class Carried:
 
     def put(self) -> None:
         """Store the states that the op wrote."""
-        for kv, _, after, _, _, hi in self._pieces:
+        for kv, _, after, _, _, hi, _ in self._pieces:
             kv.states.put(self._layer, hi, after, kv.committed)
 
 

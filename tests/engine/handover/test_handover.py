@@ -30,7 +30,7 @@ from qllm.record.trace import Event, Finished
 from qllm.scheduler.program import Index, OpKind, Program
 from qllm.types import FinishReason, StructuredOutputs
 from tests.support import tiny_configs
-from tests.support.drafters import always_draft, maker, next_of, poison_rejected
+from tests.support.drafters import always_draft, maker, model_of, next_of, poison_rejected
 from tests.support.families import DTYPES, VOCAB, make_model
 from tests.support.hybrids import make_hybrid
 from tests.support.inside import runner_of
@@ -277,10 +277,13 @@ def test_a_request_that_moves_anywhere_gets_the_tokens_of_one_that_stayed(
         assert moves
 
 
-@pytest.mark.parametrize("drafter", ["half", "exit:1", "exit:2"])
 @pytest.mark.parametrize("at", [1, 17, 60])
+@pytest.mark.parametrize(
+    ("family", "drafter"),
+    [("mixtral", "half"), ("mixtral", "exit:1"), ("mixtral", "exit:2"), ("qwen3_next", "half")],
+)
 def test_a_row_that_verifies_drafts_stays_behind(
-    at: int, drafter: str, monkeypatch: pytest.MonkeyPatch
+    family: str, drafter: str, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """KV of known tokens goes along, and the other engine drafts on."""
     poison_rejected(monkeypatch)
@@ -292,7 +295,9 @@ def test_a_row_that_verifies_drafts_stays_behind(
         seen.extend(num > 1 or bool(program.exits) for num in program.samples)
         return sum(seen) >= at
 
-    with engine_of("mixtral", **exact) as a, engine_of("mixtral", **exact) as b:
+    how = {**SETTINGS, **exact}
+    a, b = (in_pieces(QLLMEngine.from_model(model_of(family), **how)) for _ in range(2))
+    with a, b:
         connect(a, b)
         stayed = a.submit(priority="BE", **spec).result(300)
         a.reset_prefix_cache()
@@ -303,6 +308,9 @@ def test_a_row_that_verifies_drafts_stays_behind(
         sent = core_of(a).handover.outbox._left[left.ticket].says
         assert sent["kept"] is None or drafter != "half"
         assert sent["committed"] == 150 + len(left.handle.token_ids) - 1
+        tensors = core_of(a).handover.outbox._left[left.ticket].tensors
+        states = {int(name.split(".")[2]) for name in tensors if name.startswith("state.")}
+        assert states == ({sent["committed"]} if family == "qwen3_next" else set())
         found = go_on(b, left)
         assert same(found, stayed), left.where
         assert taken(b) == (1, 0), left.where
