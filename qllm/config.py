@@ -167,8 +167,8 @@ class EngineConfig:
     draft: str = "none"
     """Source of drafted tokens. The model verifies several of them in one step. "none": one token
     at a time. "lookup": what followed the last tokens before. "grammar": what the request's grammar
-    forces. "auto": the grammar, or a lookup if it forces nothing. Or the name of an installed
-    drafter. Drafts change no token (docs/guides/drafts.md)."""
+    forces. "auto": the grammar, or a lookup if it forces nothing. "exit:4": the model's own first 4
+    layers. Or the name of an installed drafter. Drafts change no token (docs/guides/drafts.md)."""
     draft_tokens: int = 4
     """Most drafted tokens that a step verifies per request, 0 to 16. Each request has as many as
     pay, by measured times."""

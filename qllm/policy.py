@@ -79,6 +79,10 @@ class RequestView(Protocol):
     @property
     def num_drafts(self) -> int: ...
     @property
+    def draft_row(self) -> Frontier | None: ...
+    @property
+    def exit_layer(self) -> int: ...
+    @property
     def num_computed_tokens(self) -> int: ...
     @property
     def num_written_tokens(self) -> int: ...
@@ -294,8 +298,11 @@ class Freed:
 
 
 def decode_tokens(decoding: Iterable[RequestView]) -> int:
-    """Return the tokens of a decode step of these requests: one each, and their drafted tokens."""
-    return sum([1 + request.num_drafts for request in decoding])
+    """Return the tokens of a decode step of these requests: one each, and their drafted tokens.
+
+    A draft row has one token.
+    """
+    return sum([1 if r.exit_layer and r.draft_row else 1 + r.num_drafts for r in decoding])
 
 
 def next_row(
@@ -303,7 +310,8 @@ def next_row(
 ) -> Row:
     """Return the next row of a request, from its first uncomputed layer.
 
-    The row of a decoding request also verifies the request's drafted tokens.
+    The row of a decoding request also verifies the request's drafted tokens. A draft row ends at
+    the request's `exit_layer`.
 
     Args:
         request: Request with tokens left to compute.
@@ -311,6 +319,8 @@ def next_row(
         max_tokens: Most tokens of a new row. A row part-way through the layers keeps its tokens.
         end_layer: Layer at which the row ends; the last by default.
     """
+    if (draft := request.draft_row) is not None:
+        return Row(request.request_id, *draft, request.exit_layer)
     end = view.shape.num_layers if end_layer is None else end_layer
     front = request.frontier
     if front is not None:

@@ -19,6 +19,8 @@ tokens came before in the prompt or the answer.
 - grammar: 20 JSON schemas, on the model `tiny`, which was trained on text
 - mixed: LS requests with right drafts beside a BE flood
 - preempt: LS arrivals stop BE rows of 9 tokens, or of one
+- exit: draft rows through 1 of 12 layers, of a model whose other layers change little
+- exit tiny: the same through 1 layer of `tiny`, where it does not pay, so nothing should be drafted
 
 The last line of stdout is one JSON document.
 """
@@ -53,6 +55,7 @@ from bench.common import (
 from bench.engine.mixed import GREEDY, Flood
 from qllm import QLLMEngine, SamplingParams
 from qllm.drafters.choose import load_drafter
+from qllm.drafters.exit import Exit
 from qllm.drafters.protocol import DraftRequest, MakeDrafter
 from qllm.measure.bench import corpus_of
 from qllm.measure.random_moe import make_random_moe
@@ -64,7 +67,7 @@ MOST = 4
 """Drafted tokens of the single-stream rows."""
 REACH = {
     "oracle": 0.75, "wrong": 0.95, "lookup": 1.2, "none": 0.97, "grammar": 1.3,
-    "tpot": 1.15, "ttft": 1.05, "be": 0.97, "preempt": 1.1,
+    "tpot": 1.15, "ttft": 1.05, "be": 0.97, "preempt": 1.1, "exit": 1.3, "exit tiny": 0.97,
 }  # fmt: skip
 LLAMA = Path(__file__).parent.parent / "serving" / "llama_drafts.py"
 PEER = """
@@ -136,7 +139,9 @@ def known(engine: QLLMEngine, cases: Sequence[Case]) -> Answers:
     }
 
 
-def use(engine: QLLMEngine, make: MakeDrafter | None, most: int, *, weighs: bool = True) -> None:
+def use(
+    engine: QLLMEngine, make: MakeDrafter | Exit | None, most: int, *, weighs: bool = True
+) -> None:
     """Draft with a drafter from now on, or not at all."""
     loop = engine._client.loop
 
@@ -170,7 +175,7 @@ def compare(
     engine: QLLMEngine,
     cases: Sequence[Case],
     rounds: int,
-    make: MakeDrafter,
+    make: MakeDrafter | Exit,
     most: int = MOST,
     *,
     weighs: bool = True,
@@ -303,6 +308,39 @@ def row(
     )
     table.add(f"{name}: answers that drafts changed", str(arms.num_different), "0",
               arms.num_different == 0)  # fmt: skip
+
+
+EXIT_LAYER = 1
+"""Layers of the draft rows of the row `exit`. The model has 12."""
+QUIET = 0.005
+"""Factor of what the layers above add, in the row `exit`."""
+
+
+def quieten(model: Any) -> None:
+    """Let the layers from `EXIT_LAYER` on add little to the residual stream."""
+    for layer in model.model.layers[EXIT_LAYER:]:
+        layer.self_attn.o_proj.weight.data.mul_(QUIET)
+        layer.mlp.experts.down_proj.data.mul_(QUIET)
+
+
+def exit_rows(model: Any, args: argparse.Namespace, table: Table, result: dict[str, Any]) -> None:
+    """Measure draft rows where most drafts are right, and where they do not pay."""
+    corpus, rng = corpus_of(args.tokenizer), random.Random(args.seed)
+    starts = [rng.randrange(len(corpus) - 400) for _ in range(4)]
+    cases = [Case(list(corpus[at : at + 200]), args.new, GREEDY) for at in starts]
+    quieten(model)
+    with QLLMEngine.from_model(
+        model, threads=args.threads, conformance=False, **KV_SIZES
+    ) as engine:
+        found = compare(engine, cases, args.rounds, Exit(EXIT_LAYER), 8)
+    note = f"{EXIT_LAYER} of {len(model.model.layers)} layers"
+    row(table, result, "exit", found, REACH["exit"], note)
+    cases = [Case(f"Item {n}: ", args.new, GREEDY) for n in range(4)]
+    with QLLMEngine.from_pretrained(
+        "tiny", threads=args.threads, conformance=False, run_in="thread", **KV_SIZES
+    ) as engine:
+        found = compare(engine, cases, args.rounds, Exit(1), MOST)
+    row(table, result, "exit tiny", found, REACH["exit tiny"], "1 layer")
 
 
 NAMES = ("name", "description", "category", "created_at", "is_available", "identifier", "quantity")
@@ -533,7 +571,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=200, help="tokens per answer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rows", default="single,grammar,mixed,preempt")
+    parser.add_argument("--rows", default="single,exit,grammar,mixed,preempt")
     parser.add_argument("--vllm", help="Python of an environment with vLLM")
     parser.add_argument("--llama", help="Python of an environment with xllamacpp and gguf")
     parser.add_argument("--quick", action="store_true", help="few tokens: to debug")
@@ -553,7 +591,7 @@ def main() -> None:
             name: getattr(args, name) for name in ("rounds", "new", "seed", "threads", "quick")
         },
     }
-    made = {"single": single_rows, "mixed": mixed_rows, "preempt": preempt_row}
+    made = {"single": single_rows, "exit": exit_rows, "mixed": mixed_rows, "preempt": preempt_row}
     for name in rows:
         if name == "grammar":
             grammar_row(args, table, result)

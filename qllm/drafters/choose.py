@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import cast
 
+from qllm.drafters.exit import Exit
 from qllm.drafters.grammar import Forced
 from qllm.drafters.lookup import Lookup
 from qllm.drafters.protocol import DraftRequest, MakeDrafter
@@ -12,6 +13,8 @@ from qllm.plugins import installed, loaded
 GROUP = "qllm.drafters"
 NONE = "none"
 """Value of the setting `draft` without drafts."""
+EXIT = "exit:"
+"""Begin of the names of drafts by the model's first layers. A number of layers follows it."""
 
 
 class Auto:
@@ -33,8 +36,8 @@ def drafters() -> list[str]:
     return [*OWN, *sorted(installed(GROUP, "drafter"))]
 
 
-def load_drafter(name: str) -> MakeDrafter:
-    """Return the maker of the drafters of a name.
+def load_drafter(name: str) -> MakeDrafter | Exit:
+    """Return the maker of the drafters of a name, or the layer at which drafts leave the model.
 
     Raises:
         ConfigError: The name is unknown (the message lists the known ones), or its package is
@@ -42,9 +45,17 @@ def load_drafter(name: str) -> MakeDrafter:
     """
     if name in OWN:
         return OWN[name]
+    if name.startswith(EXIT):
+        layer = name.removeprefix(EXIT)
+        if not (layer.isascii() and layer.isdecimal() and int(layer)):
+            raise ConfigError(
+                f"draft={name!r} must name the number of layers after which drafts leave the "
+                "model, at least 1 and less than the model has, like exit:4"
+            )
+        return Exit(int(layer))
     point = installed(GROUP, "drafter").get(name)
     if point is None:
-        known = ", ".join([NONE, *drafters()])
+        known = ", ".join([NONE, *drafters(), f"{EXIT}E with a number of layers E"])
         raise ConfigError(f"draft={name!r} is unknown; use one of {known}")
     make = loaded(point, "drafter")
     if not callable(make):

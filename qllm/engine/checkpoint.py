@@ -70,7 +70,7 @@ def save(loop: EngineLoop, runner: TorchRunner, path: str | os.PathLike[str]) ->
         requests.append(told)
         tensors.update(_prefixed(f"request.{number}.", state))
     scheduler = loop.scheduler
-    left_out = scheduler.open | {n for n, live in unfinished.items() if _verifies(live)}
+    left_out = scheduler.open | {n for n, live in unfinished.items() if _drafts(live)}
     held = [held for held in _transport(loop).held if not held.submission.is_open]
     for parked in (*scheduler.frames.values(), *scheduler.away.values()):
         frame_id = parked.program.frame_id
@@ -183,10 +183,11 @@ def _unprefixed(prefix: str, tensors: Mapping[str, T]) -> dict[str, T]:
     return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
 
 
-def _verifies(live: Live) -> bool:
-    """Return True if the unfinished row of a request verifies drafted tokens."""
+def _drafts(live: Live) -> bool:
+    """Return True if the unfinished row of a request verifies or drafts tokens."""
     front = live.request.frontier
-    return front is not None and front.hi > live.request.num_tokens
+    is_begun = front is not None and front.hi > live.request.num_tokens
+    return is_begun or live.request.exit_layer > 0
 
 
 def _request_meta(live: Live, now_ns: int) -> dict[str, Any]:
@@ -196,7 +197,7 @@ def _request_meta(live: Live, now_ns: int) -> dict[str, Any]:
         "priority": request.priority,
         "is_paused": request.is_paused,
         "counters": {name: getattr(request, name) for name in COUNTERS},
-        "frontier": None if _verifies(live) else request.frontier,
+        "frontier": None if _drafts(live) else request.frontier,
         "swapped": bool(request.num_swapped_tokens),
     }
 

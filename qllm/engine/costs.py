@@ -36,7 +36,7 @@ class StepCosts:
             return None
         if not tokens:
             level = max(0, min(COST_LEVELS - 1, (decodes * 3 // 2).bit_length() - 1))
-            self._decode_ns[level] = _blend(
+            self._decode_ns[level] = blend(
                 self._decode_ns.get(level, 0),
                 elapsed_ns * (1 << level) // decodes if decodes < (1 << level) else elapsed_ns,
             )
@@ -44,7 +44,7 @@ class StepCosts:
             rest = elapsed_ns - (self.table().decode(decodes) if decodes else 0)
             if rest <= 0:
                 return None
-            self._prefill_token_ns = _blend(self._prefill_token_ns, rest // tokens)
+            self._prefill_token_ns = blend(self._prefill_token_ns, rest // tokens)
         return self.table()
 
     def moved(self, tier: Tier, num_tokens: int, elapsed_ns: int) -> None:
@@ -56,7 +56,7 @@ class StepCosts:
         if at == len(self._tiers_ns):
             self._tiers_ns.append(seen)
         else:
-            self._tiers_ns[at] = _blend(self._tiers_ns[at], seen)
+            self._tiers_ns[at] = blend(self._tiers_ns[at], seen)
 
     def prefill_ns(self, num_tokens: int) -> int:
         """Return the predicted time to compute prompt tokens; 0 before any prompt was computed."""
@@ -82,5 +82,6 @@ class StepCosts:
         return CostTable(tuple(values), prefill_ns, (self._memory_ns(), *self._tiers_ns))
 
 
-def _blend(old: int, seen: int) -> int:
+def blend(old: int, seen: int) -> int:
+    """Return an average in which the newest sample counts a quarter, or the first sample."""
     return (old * (SAMPLES_PER_COST - 1) + seen) // SAMPLES_PER_COST if old else seen

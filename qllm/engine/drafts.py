@@ -3,7 +3,7 @@
 The model samples its own token at each position of the row, up to the first that differs from the
 draft. So a drafter changes how many tokens a step gives, and never which tokens. The loop asks the
 drafters between two programs. Whatever a drafter does, the requests continue: a wrong proposal is
-dropped, counted and logged.
+dropped, counted and logged. With `Exit` the request's own rows draft, and there is no drafter.
 """
 
 from collections import Counter
@@ -12,9 +12,12 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from qllm.drafters.exit import Exit
 from qllm.drafters.protocol import Drafter, DraftRequest, MakeDrafter, TokenIds
+from qllm.engine.costs import blend
 from qllm.engine.protocol import Deciding
 from qllm.errors import contained, shown, told
+from qllm.policy import CostTable
 from qllm.record import trace
 from qllm.runner.protocol import Runner
 from qllm.scheduler.drafts import Utility
@@ -34,9 +37,19 @@ REST_TOKENS = 64
 class _Drafting:
     """The drafter of one request, and the request's tokens."""
 
-    def __init__(self, drafter: Drafter | None, token_ids: list[int], utility: Utility) -> None:
+    def __init__(
+        self,
+        drafter: Drafter | None,
+        token_ids: list[int],
+        utility: Utility,
+        stop_ids: Collection[int],
+    ) -> None:
         self.drafter = drafter
-        """The drafter; None after it raised."""
+        """The drafter; None after it raised, and where rows draft."""
+        self.stop_ids = stop_ids
+        """Tokens that end the answer."""
+        self.guesses: tuple[int, ...] = ()
+        """Tokens that draft rows chose since the last known token."""
         self.ids = token_ids
         self.utility = utility
         self.asked_at = 0
@@ -47,13 +60,44 @@ class _Drafting:
         """Number of known tokens from which the drafter is asked again."""
 
 
+class _ExitCosts:
+    """The measured times of draft rows, and of the rows that verify their tokens.
+
+    Args:
+        exit_share: Part of the layers that draft rows run.
+    """
+
+    def __init__(self, exit_share: float) -> None:
+        self._share = exit_share
+        self._draft_ns = 0
+        self._verify_ns: dict[int, int] = {}
+        """Time of a row that verifies, by its number of tokens."""
+
+    def ran(self, program: Program, elapsed_ns: int) -> None:
+        """Learn from a program that ran from start to end without a stop."""
+        if len(program.rows) > 1:
+            return
+        (row,), (num,) = program.rows, program.samples
+        if program.exits and num:
+            self._draft_ns = blend(self._draft_ns, elapsed_ns)
+        elif row.start_layer and num:
+            self._verify_ns[num] = blend(self._verify_ns.get(num, 0), elapsed_ns)
+
+    def extra_ns(self, costs: CostTable, num_drafts: int) -> int:
+        """Return the time of drafts, beyond that of a row that verifies tokens in all layers."""
+        whole_ns, num = costs.decode(num_drafts + 1), num_drafts + 1
+        verify_ns = self._verify_ns.get(num) or round(whole_ns * (1 - self._share))
+        draft_ns = self._draft_ns or round(costs.decode(1) * self._share)
+        return num * draft_ns + verify_ns - whole_ns if num_drafts else 0
+
+
 class Drafts:
     """The drafters of all requests.
 
     Args:
         scheduler: Scheduler, which gets numbers of drafted tokens.
         runner: Runner, which gets the tokens.
-        make: Maker of drafters.
+        make: Maker of drafters, or the layer at which drafts leave the model.
         most: Most drafted tokens of a row.
         emit: Receiver of events.
         now_ns: The engine's clock.
@@ -65,7 +109,7 @@ class Drafts:
         self,
         scheduler: Deciding,
         runner: Runner,
-        make: MakeDrafter,
+        make: MakeDrafter | Exit,
         most: int,
         emit: Callable[[trace.Event], Any],
         now_ns: Callable[[], int],
@@ -75,6 +119,8 @@ class Drafts:
     ) -> None:
         self._scheduler, self._runner, self._make, self._most = scheduler, runner, make, most
         self._weighs = weighs
+        self._exit_layer = make.layer if isinstance(make, Exit) else 0
+        self._exit_costs = _ExitCosts(self._exit_layer / runner.shape.num_layers)
         self._emit, self._now_ns, self._warn = emit, now_ns, warn
         self._drafting: dict[RequestId, _Drafting] = {}
         self._usual = Utility()
@@ -92,11 +138,14 @@ class Drafts:
         """Ask the drafters of decoding requests, within the time of a turn.
 
         BE requests draft nothing while an LS request decodes, because their longer rows would delay
-        its tokens.
+        its tokens. Draft rows pay only for a request that decodes alone, because each of them is a
+        step for the others too.
         """
         admitted = [one for one in live.values() if one.request.block_table]  # few of those waiting
         decoding = [one for one in admitted if _may_draft(one.request)]
         has_ls = any(one.request.priority <= Priority.LS for one in decoding)
+        if self._exit_layer:
+            decoding = list(self._alone(admitted, decoding))
         end_ns = self._now_ns() + TURN_NS
         first = next((n for n, x in enumerate(decoding) if x.request.request_id > self._last), 0)
         for one in (*decoding[first:], *decoding[:first]):
@@ -107,8 +156,20 @@ class Drafts:
                 self._draft(one, len(decoding) - 1)
                 self._last = request.request_id
 
-    def verified(self, program: Program, sampled: Sequence[Sampled]) -> None:
-        """Take the tokens that a program sampled, and record the verified drafts."""
+    def verified(
+        self, program: Program, sampled: Sequence[Sampled], elapsed_ns: int | None = None
+    ) -> None:
+        """Take the tokens that a program sampled, and record the verified drafts.
+
+        Args:
+            program: Program that ended.
+            sampled: Its tokens.
+            elapsed_ns: Time that it ran; None if it was stopped in between.
+        """
+        if self._exit_layer and elapsed_ns is not None:
+            self._exit_costs.ran(program, elapsed_ns)
+        for r in program.exits:
+            self._drafted(program.request_ids[r], is_asked=program.samples[r] > 0)
         chosen = Counter([token.request_id for token in sampled])
         for token in sampled:
             if (drafting := self._drafting.get(token.request_id)) is not None:
@@ -156,13 +217,43 @@ class Drafts:
         asked = live.submission.sampling.draft_tokens
         most = self._most if asked is None else min(asked, self._most)
         if self._weighs:
-            most = drafting.utility.most(self._scheduler.costs, num_others, most)
-        found = self._proposed(drafting, most, live.submission.stop_ids) if most else []
+            costs, extra_ns = self._scheduler.costs, None
+            if self._exit_layer:
+                extra_ns = partial(self._exit_costs.extra_ns, costs)
+            most = drafting.utility.most(costs, num_others, most, extra_ns)
+        if self._exit_layer:
+            drafting.guesses = ()
+            self._scheduler.draft(request_id, most, self._exit_layer)
+            return
+        found = self._proposed(drafting, most) if most else []
         num = self._scheduler.draft(request_id, len(found)) if found else 0
         if num:
             self._runner.draft(request_id, found[:num])
             at_ns, ids = self._now_ns(), tuple(found[:num])
             self._emit(trace.Drafted(at_ns=at_ns, request_id=request_id, token_ids=ids))
+
+    def _alone(self, admitted: Sequence["Live"], decoding: Sequence["Live"]) -> Sequence["Live"]:
+        """Return the requests whose rows may draft, and let the others verify what they drafted."""
+        if not self._weighs or sum(one.request.is_decoding for one in admitted) < 2:
+            return decoding
+        for one in admitted:
+            if one.request.exit_layer:
+                self._scheduler.draft(one.request.request_id, 0)
+        return ()
+
+    def _drafted(self, request_id: RequestId, *, is_asked: bool) -> None:
+        """Take the token that a draft row chose, or let the request verify its drafts."""
+        drafting = self._drafting.get(request_id)
+        if drafting is None or not is_asked:
+            return
+        guess = self._runner.guess(request_id)
+        if guess is None or guess in drafting.stop_ids or not self._scheduler.add_draft(request_id):
+            self._scheduler.draft(request_id, 0)
+            return
+        drafting.guesses = (*drafting.guesses, guess)
+        self._runner.draft(request_id, drafting.guesses)
+        at_ns, ids = self._now_ns(), drafting.guesses
+        self._emit(trace.Drafted(at_ns=at_ns, request_id=request_id, token_ids=ids))
 
     def _begin(self, live: "Live") -> _Drafting:
         request_id = live.request.request_id
@@ -172,15 +263,18 @@ class Drafts:
             live.submission.sampling,
             partial(self._runner.forced, request_id),
         )
-        ids = self._runner.token_ids(request_id)
+        ids, stop_ids = self._runner.token_ids(request_id), live.submission.stop_ids
+        utility = Utility.like(self._usual)
+        if isinstance(self._make, Exit):
+            return _Drafting(None, ids, utility, stop_ids)
         try:
             with contained():
-                return _Drafting(self._make(request), ids, Utility.like(self._usual))
+                return _Drafting(self._make(request), ids, utility, stop_ids)
         except Exception as error:  # noqa: BLE001 - a drafter cannot end a request
             self._fault("raised", f"raised {told(error)}; its request has no drafts")
-            return _Drafting(None, ids, Utility())
+            return _Drafting(None, ids, utility, stop_ids)
 
-    def _proposed(self, drafting: _Drafting, most: int, stop_ids: Collection[int]) -> list[int]:
+    def _proposed(self, drafting: _Drafting, most: int) -> list[int]:
         """Return what a drafter proposes, up to the first id that cannot be verified.
 
         A token that ends the answer is not drafted, because no token follows it. The row that
@@ -189,7 +283,6 @@ class Drafts:
         Args:
             drafting: The request and its drafter.
             most: Most tokens to return.
-            stop_ids: Tokens that end the answer.
         """
         if drafting.drafter is None:
             return []
@@ -214,7 +307,7 @@ class Drafts:
                 text = f"proposed {shown(token_id)}; a token id is an int in [0, {vocab_size})"
                 self._fault("no token id", text)
                 return found[:n]
-            if token_id in stop_ids:
+            if token_id in drafting.stop_ids:
                 return found[:n]
         return found
 

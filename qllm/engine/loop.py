@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
+from qllm.drafters.exit import Exit
 from qllm.drafters.protocol import MakeDrafter
 from qllm.engine.costs import StepCosts
 from qllm.engine.delivery import Delivery
@@ -124,7 +125,12 @@ class EngineLoop:
         self.longest_plan_ns = 0
 
     def draft_with(
-        self, make: MakeDrafter, most: int, warn: Callable[[str], object], *, weighs: bool = True
+        self,
+        make: MakeDrafter | Exit,
+        most: int,
+        warn: Callable[[str], object],
+        *,
+        weighs: bool = True,
     ) -> None:
         """Let drafters propose next tokens. See `qllm.engine.drafts.Drafts`."""
         scheduler, runner, emit = self.scheduler, self.runner, self._emit
@@ -394,7 +400,8 @@ class EngineLoop:
         ids = [s.request_id for s in sampled]
         self.scheduler.done(program.end, ids, start_ns, end_ns)
         if self.drafts is not None:
-            self.drafts.verified(program, sampled)
+            is_whole = decision.start == (0, 0)
+            self.drafts.verified(program, sampled, end_ns - start_ns if is_whole else None)
         if self.prefix is not None:
             for token in sampled:
                 self.prefix.took(token.request_id, token.token_id)

@@ -6,6 +6,7 @@ from typing import Any
 from qllm.config import EngineConfig
 from qllm.cores import memory_bytes
 from qllm.drafters.choose import load_drafter
+from qllm.drafters.exit import Exit
 from qllm.drafters.protocol import MakeDrafter
 from qllm.engine.sizes import USUAL, Costs, sized
 from qllm.engine.storage.pages import why_not
@@ -61,15 +62,21 @@ def refuse_sizes(config: EngineConfig, runner: TorchRunner) -> None:
         )
 
 
-def drafter_of(config: EngineConfig, runner: TorchRunner) -> MakeDrafter | None:
-    """Return the maker of drafters that an engine's settings ask for; None for none.
+def drafter_of(config: EngineConfig, runner: TorchRunner) -> MakeDrafter | Exit | None:
+    """Return the source of drafts that an engine's settings ask for; None for none.
 
     Raises:
-        ConfigError: The drafter is unknown, or this model or device cannot verify drafts exactly.
+        ConfigError: The drafter is unknown or asks for a layer that the model does not have, or
+            this model or device cannot verify drafts exactly.
     """
     if not config.has_drafts:
         return None
-    make = load_drafter(config.draft)
+    make, layers = load_drafter(config.draft), runner.shape.num_layers
+    if isinstance(make, Exit) and make.layer >= layers:
+        raise ConfigError(
+            f"draft={config.draft!r} leaves the model after {make.layer} layers, and the model has "
+            f"{layers}; give a number in [1, {layers - 1}]"
+        )
     if not (why := why_no_drafts(runner)):
         return make
     raise ConfigError(

@@ -176,6 +176,8 @@ class _Meter:
         self.evictions = 0
         self.lo = self.hi = self.depth = 0
         """Progress: tokens [0, lo) are computed, tokens [lo, hi) only in layers [0, depth)."""
+        self.num_layers = 0
+        """Number of layers of the model, as far as a row has shown it."""
         self.may_verify = False
         """True if the next row of more than one token verifies drafted tokens."""
         self.lost: dict[_Cause, tuple[int, int]] = {}
@@ -195,6 +197,8 @@ class _Meter:
             self.planned_ns = at_ns
         if self.last_ran_ns is None:
             self.last_ran_ns = at_ns
+        if self.has_draft(row):
+            return
         if row.lo < (self.hi if row.start_layer < self.depth else self.lo):
             self.lose(_Cause.PREEMPTED, row.lo, self.hi)
         for cause, (a, b) in self.lost.items():
@@ -205,8 +209,16 @@ class _Meter:
 
     def reached(self, row: Row, layer: int) -> None:
         """Record that the row finished the layers below `layer`."""
-        if layer > row.start_layer:
+        if layer > row.start_layer and not self.has_draft(row):
             self.lo, self.hi, self.depth = row.lo, self.known_end(row), layer
+
+    def has_draft(self, row: Row) -> bool:
+        """Return True if the row's token is a draft, after a token that is not through all layers.
+
+        Such a token is counted if a later row accepts it.
+        """
+        is_partial = self.lo < self.hi and self.depth < self.num_layers
+        return self.may_verify and is_partial and row.lo >= self.hi
 
     def known_end(self, row: Row) -> int:
         """Return the end of the row's known tokens. Drafted tokens follow them."""
@@ -403,6 +415,7 @@ class MetricsBuilder:
         for row in event.rows:
             self._num_layers = max(self._num_layers, row.end_layer)
             if meter := self._meters.get(row.request_id):
+                meter.num_layers = self._num_layers
                 meter.planned(row, event.at_ns)
                 meter.frames.add(event.frame_id)
 
@@ -437,7 +450,8 @@ class MetricsBuilder:
         if frame and frame.ran and event.reason == "error":
             for row in frame.rows.values():
                 if meter := self._meters.get(row.request_id):
-                    meter.lose(_Cause.RETRIED, row.lo, meter.known_end(row))
+                    lo = meter.lo if meter.has_draft(row) else row.lo
+                    meter.lose(_Cause.RETRIED, lo, meter.known_end(row))
         self._let_go(event.frame_id, event.at_ns)
 
     def _finished(self, event: Finished) -> RequestMetrics | None:

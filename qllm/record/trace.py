@@ -113,6 +113,10 @@ class Planned:
     stop_below: int
     from_frames: tuple[FrameId, ...] = ()
     """Parked frames that this one replaces."""
+    exits: tuple[int, ...] = ()
+    """Numbers of the draft rows."""
+    samples: tuple[int, ...] = ()
+    """`Program.samples` of a program with draft rows; else empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -487,6 +491,8 @@ def planned(program: Program, from_frames: tuple[FrameId, ...], at_ns: int) -> P
         grain=program.grain,
         stop_below=program.stop_below,
         from_frames=from_frames,
+        exits=program.exits,
+        samples=program.samples if program.exits else (),
     )
 
 

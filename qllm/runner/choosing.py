@@ -4,8 +4,11 @@ A row of the program that verifies d drafted tokens has 1 + d positions at which
 They are chosen in order, and each is chosen as if the tokens before it had come one by one. The
 first token that differs from its draft is the last of the row. So are a token after all drafts, and
 a position without an allowed token.
+
+A draft row chooses a token in the same way as a row that samples, and the token is only a draft.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -31,6 +34,8 @@ class Verified(NamedTuple):
     """Index of the row's first position among all positions of HEAD."""
     drafts: Sequence[int]
     """Drafted tokens of the positions except the last."""
+    is_draft: bool = False
+    """True for a draft row, whose token is drafted and not sampled."""
 
     def open_place(self, chosen: Mapping[int, Sampled]) -> int | None:
         """Return the index of the next position to choose; None if all are chosen."""
@@ -60,7 +65,7 @@ def _verified(runner: Asking, frame: Frame, members: Sequence[int]) -> Iterator[
         row, num = program.rows[r], program.samples[r]
         if not frame.is_dead(r):
             drafts = runner.requests[row.request_id].drafts[: num - 1] if num > 1 else ()
-            yield Verified(member, row, first, drafts)
+            yield Verified(member, row, first, drafts, r in program.exits)
         first += num
 
 
@@ -88,11 +93,13 @@ def choose_some(
     """
     head = frame.head
     assert head is not None
-    rows = list(_verified(runner, frame, members))
+    found = list(_verified(runner, frame, members))
+    rows = [row for row in found if not row.is_draft]
     begins = head.chosen is None
     chosen = head.chosen = {} if head.chosen is None else head.chosen
     best = {place: (token_id, peak) for place, token_id, peak in head.answers()}
     if begins:
+        _guess(runner, rule, frame, [row for row in found if row.is_draft], best)
         for row in rows:
             while (place := row.open_place(chosen)) in best:
                 request_id, at = row.row.request_id, row.position(place)
@@ -122,6 +129,29 @@ def choose_some(
         if place in chosen
     ]
     return True
+
+
+def _guess(
+    runner: Asking,
+    rule: LogitRule | None,
+    frame: Frame,
+    rows: Sequence[Verified],
+    best: Mapping[int, tuple[int, float]],
+) -> None:
+    """Choose the tokens of draft rows. A row whose logits are broken drafts none."""
+    for row in rows:
+        request_id = row.row.request_id
+        if row.first in best:
+            token_id, peak = best[row.first]
+            guess = token_id if math.isfinite(peak) else None
+        else:
+            assert frame.head is not None
+            logits = _ruled(rule, frame.head.logits(frame.head.places_of([row.first])))
+            request = runner.requests[request_id]
+            outputs = [*request.output_ids, *request.drafts]
+            (guess,) = runner.sampler.guess(logits, [request_id], [row.row.hi], [outputs])
+        if guess is not None:
+            frame.guesses[request_id] = guess
 
 
 def _waiting(rows: Sequence[Verified], chosen: Mapping[int, Sampled]) -> dict[int, Verified]:

@@ -80,6 +80,17 @@ class SavedRows:
     """First layer that is not finished."""
     x_TD: Tensor
 
+    def of(self, row: Row, *, is_draft: bool) -> Tensor | None:
+        """Return the hidden states with which a row starts; None if they are not these.
+
+        A draft row that has only HEAD left is the last of these rows.
+        """
+        if (row.hi, row.start_layer) != (self.hi, self.layer):
+            return None
+        if row.lo != self.lo and not (is_draft and row.lo > self.lo):
+            return None
+        return self.x_TD[row.lo - self.lo :]
+
 
 @dataclass(slots=True)
 class RequestState:
@@ -92,7 +103,11 @@ class RequestState:
     """Number of alternatives per prompt token; None without prompt log-probabilities."""
     drafts: tuple[int, ...] = ()
     """Drafted tokens after `ids`."""
+    guess: int | None = None
+    """The token that the last draft row chose; None if that row chose none."""
     kept: SavedRows | None = None
+    drafted: SavedRows | None = None
+    """The hidden states of the finished draft rows."""
     hidden: list[Tensor] = field(default_factory=list)
     """Final hidden states of the committed tokens, while `owes_prompt`."""
 
@@ -110,8 +125,9 @@ class RequestState:
         """Raise an InvariantError unless a row starts at the request's committed position."""
         if row.hi > len(self.ids) + len(self.drafts) or row.hi > self.kv.capacity:
             raise InvariantError(f"{row} goes past the tokens of its request")
-        if row.lo != self.kv.committed:
-            raise InvariantError(f"{row} starts off {self.kv.committed} (I2)")
+        begun = self.kv.committed if self.drafted is None else self.drafted.hi
+        if not self.kv.committed <= row.lo <= begun:
+            raise InvariantError(f"{row} starts off [{self.kv.committed}, {begun}] (I2)")
 
     def keepable(self, num_tokens: int, num_prompt_tokens: int, switch: Any) -> int:
         """See `Runner.keepable`. `switch` is the dependence of rope on the length, or None."""
@@ -128,7 +144,7 @@ class RequestState:
     ) -> None:
         """Replace the prompt. KV of the first `num_kept` tokens stays, in the blocks of `table`."""
         self.ids, self.num_prompt_tokens, self.num_top = list(token_ids), len(token_ids), num_top
-        self.drafts = ()
+        self.drafts, self.drafted = (), None
         if self.kv.written > num_kept:
             self.kv.cut(num_kept, table)
         if self.kept is not None and self.kept.hi > num_kept:
@@ -138,36 +154,39 @@ class RequestState:
     def evict(self) -> None:
         """Drop all computed state."""
         self.kv.clear()
-        self.kept = None
+        self.kept = self.drafted = None
         self.hidden = []
 
     def forget_begun(self) -> None:
         """Drop the data of tokens that some layers have computed, but not all layers."""
         self.kv.written = self.kv.committed
-        self.kept = None
+        self.kept = self.drafted = None
 
     def tokens(self, lo: int, hi: int) -> list[int]:
         """Return the tokens [lo, hi), known or drafted."""
         num = len(self.ids)
-        return self.ids[lo:hi] if hi <= num else [*self.ids[lo:], *self.drafts[: hi - num]]
+        if hi <= num:
+            return self.ids[lo:hi]
+        return [*self.ids[lo:], *self.drafts[max(0, lo - num) : hi - num]]
 
     def take(self, token_id: int) -> None:
         """Append an output token, and drop the prompt's hidden states, which are unneeded now."""
         self.ids.append(token_id)
         self.hidden, self.drafts = [], ()
+        self.drafted = None
 
     def without_drafts(self) -> None:
-        """Drop an unfinished row that verifies drafted tokens, and the KV that it wrote."""
-        if self.kv.written > len(self.ids):
+        """Drop unfinished rows that verify or draft tokens, and the KV that they wrote."""
+        if self.drafted is not None or self.kv.written > len(self.ids):
             self.forget_begun()
 
     def export(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return tensors by name, and JSON that describes the tensors.
 
-        An unfinished row that verifies drafted tokens is left out, with the KV that it wrote.
+        Unfinished rows that verify or draft tokens are left out, with the KV that they wrote.
         """
         kv, kept = dict(self.kv.export()), self.kept
-        if self.kv.written > len(self.ids):
+        if self.drafted is not None or self.kv.written > len(self.ids):
             num = self.kv.committed
             kv, kept = {name: t[:, :, :num].contiguous() for name, t in kv.items()}, None
         tensors = {**kv, **self.kv.states.export()}
@@ -228,6 +247,8 @@ class Frame:
         """States of the op inside which the frame is parked. They are stored when the op ends."""
         self.head: HeadState | None = None
         self.sampled: list[Sampled] = []
+        self.guesses: dict[RequestId, int] = {}
+        """Tokens that draft rows chose."""
         self.unread: Unread | None = None
         self.slots_done = 0
         """Number of executed (token, layer, expert slot) triples, for I1."""
@@ -341,10 +362,14 @@ class Frame:
         self.master_TD = like.new_zeros((program.num_tokens, like.shape[-1]))
         for r in late:
             row = program.rows[r]
-            kept = requests[row.request_id].kept
-            if kept is None or (kept.lo, kept.hi, kept.layer) != row[1:4]:
+            request = requests[row.request_id]
+            begun = [kept for kept in (request.kept, request.drafted) if kept is not None]
+            is_draft = r in program.exits
+            found = (kept.of(row, is_draft=is_draft) for kept in begun)
+            x_TD = next((x for x in found if x is not None), None)
+            if x_TD is None:
                 raise InvariantError(f"{row} does not start at its frontier (I2)")
-            self.master_TD[program.offsets[r] : program.offsets[r + 1]] = kept.x_TD
+            self.master_TD[program.offsets[r] : program.offsets[r + 1]] = x_TD
 
     def save_rows(self, requests: Mapping[RequestId, RequestState], index: Index) -> None:
         """Save to their requests the hidden states of rows that are not complete at `index`."""
@@ -354,7 +379,7 @@ class Frame:
             if row.request_id in self.dead:
                 continue
             if done and program.frontier_layer(r, index) == program.num_layers:
-                requests[row.request_id].kept = None
+                requests[row.request_id].kept = requests[row.request_id].drafted = None
             else:
                 self._save(requests[row.request_id], r, index)
 
@@ -382,7 +407,13 @@ class Frame:
                 begin = sum(program.rows[i].num_tokens for i in members[: members.index(r)])
         assert x is not None
         kept = x[begin : begin + row.num_tokens].clone()
-        request.kept = SavedRows(row.lo, row.hi, layer, kept)
+        if r not in program.exits or layer < row.end_layer:
+            request.kept = SavedRows(row.lo, row.hi, layer, kept)
+        elif (before := request.drafted) is None:
+            request.drafted = SavedRows(row.lo, row.hi, layer, kept)
+        elif before.hi < row.hi:
+            states_TD = torch.cat((before.x_TD, kept))
+            request.drafted = SavedRows(before.lo, row.hi, layer, states_TD)
 
     def commit(self, requests: Mapping[RequestId, RequestState]) -> None:
         """Commit KV of rows that ran through the last layer, and save states for prompt scores.

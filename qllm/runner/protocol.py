@@ -139,6 +139,10 @@ class Runner(Protocol):
         """
         ...
 
+    def guess(self, request_id: RequestId) -> int | None:
+        """Return the token that a request's last draft row chose; None if it chose none."""
+        ...
+
     def remove(self, request_id: RequestId) -> None:
         """Remove a request that is in no frame. Its KV is not read or written any more."""
         ...
@@ -190,7 +194,8 @@ class Runner(Protocol):
 
         Rows that reached the last layer commit their KV up to `hi`, without the KV of drafted
         tokens that the model did not choose. Sampled tokens are appended to the request's ids. The
-        hidden states of rows that stopped at an earlier layer are saved.
+        hidden states of rows that stopped at an earlier layer are saved. Those of a draft row are
+        added to those of the draft rows before it. Its token is no token of the answer (`guess`).
 
         Returns:
             The sampled tokens, row by row. A row that verifies drafted tokens has several: those

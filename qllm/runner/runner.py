@@ -170,6 +170,9 @@ class TorchRunner:
     def draft(self, request_id: RequestId, token_ids: Sequence[int]) -> None:
         self.requests[request_id].drafts = tuple(token_ids)
 
+    def guess(self, request_id: RequestId) -> int | None:
+        return self.requests[request_id].guess
+
     def remove(self, request_id: RequestId) -> None:
         if self.requests.pop(request_id, None) is not None:
             self.sampler.remove(request_id)
@@ -267,6 +270,10 @@ class TorchRunner:
         with inference():
             frame.save_rows(self.requests, program.end)
             frame.commit(self.requests)
+        for r in program.exits:
+            if not frame.is_dead(r):
+                request_id = program.request_ids[r]
+                self.requests[request_id].guess = frame.guesses.get(request_id)
         sampled = [s for s in frame.sampled if s.request_id not in frame.dead]
         for token in sampled:
             self.requests[token.request_id].take(token.token_id)

@@ -87,11 +87,13 @@ def _give(
         if row.request_id in gone:
             continue
         request = scheduler.requests[row.request_id]
-        need = pool.blocks_for(row.hi) - len(request.block_table)
+        hi = row.hi if request.frontier is not None else row.hi + request.most_drafts
+        need = pool.blocks_for(hi) - len(request.block_table)
         need -= len(shared.get(row.request_id, ()))
-        has_drafts = row.hi > request.num_tokens and request.frontier is None
+        has_drafts = hi > request.num_tokens and request.frontier is None
         if has_drafts and need > pool.num_free:  # nothing is evicted for drafted tokens
-            row = row._replace(hi=request.num_tokens)
+            request.end_drafting()
+            row = row._replace(hi=request.num_tokens, end_layer=scheduler.shape.num_layers)
             need = pool.blocks_for(row.hi) - len(request.block_table)
         if need <= 0:
             kept.append(row)
@@ -105,7 +107,9 @@ def _give(
             continue
         _take(scheduler, request, shared.pop(row.request_id, []), need, now_ns, owed)
         if request.is_decoding:
-            row = row._replace(end_layer=scheduler.shape.num_layers)
+            is_draft = request.draft_row is not None
+            end = request.exit_layer if is_draft else scheduler.shape.num_layers
+            row = row._replace(end_layer=end)
         kept.append(row)
     return kept
 
@@ -255,7 +259,8 @@ def step_aside(scheduler: "Scheduler", request: Request) -> list[Effect]:
     if len(parked.held_rows()) == 1:
         return []
     parked.dead.add(request_id)
-    request.frame_id = None
+    assert request.frontier is not None
+    request.leave_frame(request.frontier)
     return [Leave(parked.program, request_id, parked.program.layer_start(parked.index))]
 
 

@@ -93,6 +93,7 @@ def compile_program(
     shape: ModelShape,
     cuts: CutRule,
     one_query_from: Sequence[int] | None = None,
+    exits: tuple[int, ...] = (),
 ) -> Program:
     """Turn validated rows into ops. The same plan always gives the same program.
 
@@ -105,6 +106,7 @@ def compile_program(
         one_query_from: Per row, the position from which every token is a block of its own. At level
             L2, tokens that were decoded one by one are recomputed one by one. In a row that
             verifies drafted tokens every token is a block of its own in any case.
+        exits: Numbers of the draft rows.
     """
     rows = plan.rows
     num_layers, per_kv = shape.num_layers, cuts.attn_cost_per_kv
@@ -148,7 +150,7 @@ def compile_program(
                 spans[g] = _attn_cuts(members, costs, cuts.max_cost)
             for first, last in _alike(shape.is_moe, start, end):
                 stretches.append(_stretch(first, last, g, spans[g], shape.is_moe[first], cuts))
-    complete = [r for r, end in enumerate(ends) if end == num_layers and samples[r]]
+    complete = [r for r in everyone if samples[r] and (ends[r] == num_layers or r in exits)]
     one_op(OpKind.HEAD, num_layers, tuple(complete))
     return Program(
         frame_id=frame_id,
@@ -159,5 +161,6 @@ def compile_program(
         stop_below=plan.stop_below,
         samples=tuple(samples),
         num_layers=num_layers,
+        exits=exits,
         row_blocks=tuple(blocks),
     )

@@ -117,11 +117,11 @@ class Parked:
 
         Rows that ended between layers are left out.
         """
-        last = self.program.num_layers
+        last, exits = self.program.num_layers, self.program.choosing_drafts
         return tuple(
             row
             for row in self.held_rows()
-            if row.start_layer < row.end_layer or row.end_layer == last
+            if row.start_layer < row.end_layer or row.end_layer == last or row.request_id in exits
         )
 
 

@@ -5,6 +5,8 @@ of one token. The rule is a pure function of counts and of the cost table. Times
 engine has measured, so no constant here belongs to a machine.
 """
 
+from collections.abc import Callable
+
 from qllm.policy import CostTable
 
 CHOICES = (16, 8, 4, 2, 1)
@@ -13,10 +15,11 @@ LEAST_GAIN = 1.05
 """Least gain in tokens per time of a request that decodes alone. Below it nothing is drafted."""
 PROBE_COST = 0.015
 """Part of the time that trials may take while nothing is drafted."""
-LONGEST_WAIT = 64
-"""Most tokens without drafts before a trial of one drafted token."""
+LEAST_WAIT = 2
+"""Fewest tokens without drafts before a trial of one drafted token."""
 FRESH, FIRST = 3, 2
-"""Number of verified rows before the counts decide, and the drafted tokens of each."""
+"""Number of verified rows before the counts decide, and the drafted tokens of each. There are no
+such rows if not even right drafts would pay."""
 OLD = 0.96
 """Weight of all earlier rows, relative to the newest."""
 HOPE = 0.5
@@ -59,27 +62,39 @@ class Utility:
             self._right[k] = OLD * self._right[k] + (is_tried and k < num_accepted)
             self._tried[k] = OLD * self._tried[k] + is_tried
 
-    def most(self, costs: CostTable, num_others: int, limit: int) -> int:
+    def most(
+        self,
+        costs: CostTable,
+        num_others: int,
+        limit: int,
+        extra_ns: Callable[[int], int] | None = None,
+    ) -> int:
         """Return the number of tokens that a drafter should propose for the next row.
 
         Args:
             costs: Predicted times.
             num_others: Number of other rows of the step, each of which gives a token.
             limit: Most drafted tokens of a row.
+            extra_ns: Function from the number of drafts to the time that making them takes; None if
+                it takes no time.
         """
         self._num_plain += 1
-        if self._num_rows < FRESH:
-            return min(limit, FIRST)
         num = num_others + 1
         plain_ns = max(1, costs.decode(num))
         best, rate = 0, (num + LEAST_GAIN - 1) / plain_ns
-        for drafts in CHOICES:
-            found = (num_others + self._tokens(drafts)) / max(1, costs.decode(num + drafts))
+        least_rate, can_pay = rate, False
+        for drafts in CHOICES if limit else ():
+            step_ns = max(1, costs.decode(num + drafts) + (extra_ns(drafts) if extra_ns else 0))
+            can_pay |= drafts <= limit and (num + drafts) / step_ns > least_rate
+            found = (num_others + self._tokens(drafts)) / step_ns
             if drafts <= limit and found > rate:
                 best, rate = drafts, found
+        if can_pay and self._num_rows < FRESH:
+            return min(limit, FIRST)
         if not best and limit:
-            dear = costs.decode(num + 1) / plain_ns - 1
-            if self._num_plain >= min(LONGEST_WAIT, max(2.0, dear / PROBE_COST)):
+            one_ns = costs.decode(num + 1) + (extra_ns(1) if extra_ns else 0)
+            dear = one_ns / plain_ns - 1
+            if self._num_plain >= max(LEAST_WAIT, dear / PROBE_COST):
                 return 1
         return best
 

@@ -34,7 +34,8 @@ class OpKind(enum.IntEnum):
     COMBINE = 4
     """x += weighted sum of the slots (a dense layer: x += mlp(norm(x)))."""
     HEAD = 5
-    """Last norm, logits and sampling for the rows that reach their last known token."""
+    """Last norm, logits and sampling for the rows that reach their last known token, and for draft
+    rows, which end at an earlier layer."""
 
 
 class Op(NamedTuple):
@@ -160,8 +161,12 @@ class Program:
     stop_below: int
     samples: tuple[int, ...]
     """Per row: number of last positions at which a token is sampled. It is 0 if the row ends before
-    the last known token, and 1 + d if the row verifies d drafted tokens."""
+    the last known token, and 1 + d if the row verifies d drafted tokens. A draft row has 1 if it
+    chooses a token, and 0 if no row verifies such a token."""
     num_layers: int
+    exits: tuple[int, ...] = ()
+    """Numbers of the draft rows. They end before the last layer, and their hidden states are added
+    to those of the draft rows before them. HEAD takes those that sample."""
     row_blocks: tuple[tuple[int, ...], ...] = field(default=())
     """Per row: absolute positions where the row's queries are cut, including `lo` and `hi`."""
 
@@ -179,6 +184,11 @@ class Program:
     def request_ids(self) -> tuple[RequestId, ...]:
         """The requests of the rows, in row order."""
         return tuple(row.request_id for row in self.rows)
+
+    @cached_property
+    def choosing_drafts(self) -> frozenset[RequestId]:
+        """The requests whose draft rows choose a token in HEAD."""
+        return frozenset([self.rows[r].request_id for r in self.exits if self.samples[r]])
 
     def tokens_of(self, kind: OpKind) -> int:
         """Return the number of tokens of all ops of a kind, summed over layers."""
@@ -248,7 +258,7 @@ class Program:
             row
             for row, sampled in zip(self.rows, self.samples, strict=True)
             if row.start_layer <= high
-            and (row.end_layer > low or (sampled and row.end_layer == low))
+            and (row.end_layer > low or (sampled and low == self.num_layers))
         ]
 
     def frontier_layer(self, row: int, index: Index) -> int:

@@ -10,12 +10,21 @@ work is prefill, including recomputation after an eviction and the first step af
 
 A decoding request may have drafted tokens after its known tokens. Its next row verifies the drafted
 tokens: the model samples a token at each position, up to the first that differs from the draft.
+
+The model may draft by itself (`exit_layer`). Draft rows take one token each through the first
+layers, and the head chooses the next token there. Then one row takes all of these tokens through
+the other layers, and verifies the drafts. With n known tokens, E layers, and two drafts:
+
+    draft rows    [n - 1, n) to layer E    [n, n + 1) to layer E      [n + 1, n + 2) to layer E
+    frontier      [n - 1, n), layer E      [n - 1, n + 1), layer E    [n - 1, n + 2), layer E
+    then          the row [n - 1, n + 2) from layer E on
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from qllm.errors import InvariantError
+from qllm.plan import Row
 from qllm.types import NS_PER_MS, FrameId, Frontier, RequestId, RequestStatus, Slo
 
 
@@ -33,6 +42,10 @@ class Request:
     """Number of known tokens: the prompt and the output so far."""
     num_drafts: int = 0
     """Number of drafted tokens that the next row verifies. They are no known tokens."""
+    exit_layer: int = 0
+    """Number of layers of the draft rows; 0 if the request has none."""
+    most_drafts: int = 0
+    """Most tokens that the draft rows choose."""
     num_computed_tokens: int = 0
     """Tokens whose KV exists in every layer. Only a row that ends its last layer adds tokens
     (I3)."""
@@ -50,6 +63,8 @@ class Request:
     """Range and layer of a row that is part-way through the layers; None without such a row."""
     frame_id: FrameId | None = None
     """The parked frame that contains the request's row; None without a row."""
+    is_draft_parked: bool = False
+    """True if the row in the parked frame is a draft row."""
     served_ns: int = 0
     """Total time of runs with a row of this request."""
     last_progress_ns: int = 0
@@ -110,6 +125,23 @@ class Request:
         )
 
     @property
+    def draft_row(self) -> Frontier | None:
+        """Range and first layer of the next row if it is a draft row; None if it is not.
+
+        A known or drafted token that has not passed the draft rows' layers has a draft row.
+        """
+        front, layer = self.frontier, self.exit_layer
+        if not layer:
+            return None
+        if front is None:
+            return Frontier(self.num_computed_tokens, self.num_tokens, 0)
+        if front.layer < layer or (self.is_draft_parked and self.frame_id is not None):
+            return front
+        if front.layer == layer and front.hi < self.num_tokens + self.num_drafts:
+            return Frontier(front.hi, front.hi + 1, 0)
+        return None
+
+    @property
     def is_admitted(self) -> bool:
         """True if the request holds KV blocks."""
         return bool(self.block_table)
@@ -159,15 +191,43 @@ class Request:
             return 0
         return hi - self.num_tokens + 1
 
-    def park(self, frame_id: FrameId, frontier: Frontier) -> None:
+    def is_draft(self, row: Row) -> bool:
+        """Return True if a row of the request is a draft row."""
+        return 0 < self.exit_layer == row.end_layer
+
+    def samples_of(self, row: Row) -> int:
+        """Return the number of last positions at which a row samples (see `Program.samples`)."""
+        if self.is_draft(row):
+            return int(self.num_drafts < self.most_drafts)
+        return self.samples_at(row.hi)
+
+    def park(self, frame_id: FrameId, frontier: Frontier, *, is_draft: bool = False) -> None:
         """Record that the request's row stopped at a boundary and stays in the frame."""
-        self.frame_id = frame_id
+        self.frame_id, self.is_draft_parked = frame_id, is_draft
         self.frontier = frontier
 
     def leave_frame(self, frontier: Frontier) -> None:
-        """Record that the request's row left its frame between layers. Hidden states stay."""
+        """Record that the request's row left its frame between layers. Hidden states stay.
+
+        The hidden states of a finished draft row are added to those of the draft rows before it.
+        """
         self.frame_id = None
+        if frontier.layer == self.exit_layer:
+            frontier = frontier._replace(lo=self.num_computed_tokens)
         self.frontier = frontier
+
+    def add_draft(self) -> bool:
+        """Count a token that a draft row chose; return False if no more are asked for."""
+        self.num_drafts += (has_room := self.num_drafts < self.most_drafts)
+        return has_room
+
+    def end_drafting(self) -> None:
+        """Verify the drafted tokens that have passed the draft rows' layers, and draft no more."""
+        if self.frontier is None:
+            self.exit_layer = self.most_drafts = 0
+        elif self.exit_layer:
+            reached = self.frontier.hi - self.num_tokens
+            self.num_drafts = self.most_drafts = min(self.num_drafts, reached)
 
     def commit(self, hi: int, now_ns: int, num_sampled: int) -> None:
         """Commit the row [num_computed_tokens, hi), which finished the last layer.
@@ -191,9 +251,8 @@ class Request:
             raise InvariantError(
                 f"request {self.request_id}: {num_sampled} tokens sampled at {asked} positions"
             )
-        self.frame_id = self.frontier = None
+        self._drop_row()
         self.num_computed_tokens = hi - asked + num_sampled if asked > 1 else hi
-        self.num_drafts = 0
         if num_sampled:
             self.num_tokens += num_sampled
             self.owes_prompt = False
@@ -212,14 +271,14 @@ class Request:
     def swap_out(self) -> None:
         """Record that all KV is swapped out, including that of the unfinished row, which stays."""
         self.frame_id = None
-        self.num_drafts = 0 if self.frontier is None else self.num_drafts
+        if self.frontier is None:
+            self._drop_row()
         self.found_pages, self.num_shared_tokens = (), 0
         self.num_swapped_tokens = self.num_written_tokens
 
     def reset(self) -> None:
         """Drop everything computed, so that the request starts again from its first token."""
-        self.frame_id = self.frontier = None
-        self.num_drafts = 0
+        self._drop_row()
         self.num_computed_tokens = self.num_found_tokens = self.num_swapped_tokens = 0
         self.found_pages, self.num_shared_tokens = (), 0
 
@@ -239,5 +298,8 @@ class Request:
 
     def abort_row(self) -> None:
         """Drop the unfinished row. Committed tokens stay."""
+        self._drop_row()
+
+    def _drop_row(self) -> None:
         self.frame_id = self.frontier = None
-        self.num_drafts = 0
+        self.num_drafts = self.exit_layer = self.most_drafts = 0

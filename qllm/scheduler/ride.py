@@ -154,6 +154,9 @@ def settle(
         return Riding(credit - elapsed_ns, margin, spent + elapsed_ns, best_ns)
     if not done or not all(r.is_decoding for r in decoding):
         return Riding(credit, margin, 0, end_ns)
+    if program.exits:  # a draft row is no whole step, and gives no token
+        joined_ns = elapsed_ns if len(decoding) < len(program.rows) else 0
+        return Riding(credit - joined_ns, margin, 0, end_ns)
     target = tpot_target_ns(decoding)
     places = zip(program.request_ids, program.samples, strict=True)
     num = sum([max(1, samples) for request_id, samples in places if request_id in best])

@@ -146,6 +146,10 @@ def _broken_swap(
 def _broken_row(row: Row, request: Request, num_layers: int) -> str | None:
     _, lo, hi, start, end = row
     front = request.frontier
+    if 0 < request.exit_layer == end and request.draft_row == (lo, hi, start):
+        return None
+    if front is not None and front.lo > request.num_computed_tokens:
+        return f"planned {row}, but the next row is {request.draft_row}: a draft row (I2)"
     if front is not None:
         if (lo, hi, start) != front:
             return f"planned {row}, which does not start at the frontier {front} (I2)"

@@ -124,8 +124,10 @@ class Scheduler:
         self.touch(request)
         return effects
 
-    def draft(self, request_id: RequestId, num_tokens: int) -> int:
+    def draft(self, request_id: RequestId, num_tokens: int, exit_layer: int = 0) -> int:
         """Let the next row of a request verify drafted tokens; return how many it can verify.
+
+        With `exit_layer`, the next rows draft the tokens themselves.
 
         A request that does not decode, or is in a frame, verifies none. Any other request verifies
         as many as the limits of the answer and of a step allow. One token more than the drafts must
@@ -134,25 +136,37 @@ class Scheduler:
 
         Args:
             request_id: Id of the request.
-            num_tokens: Number of drafted tokens after the known tokens.
+            num_tokens: Number of drafted tokens after the known tokens. With 0, a request whose
+                rows draft verifies what they have drafted.
+            exit_layer: Number of layers of the rows that draft; 0 if the tokens are known.
         """
         request = self.requests[request_id]
+        if not num_tokens:
+            request.end_drafting()
         if request.frontier is not None:
             return 0
-        request.num_drafts = 0
+        request.num_drafts = request.exit_layer = request.most_drafts = 0
         if not (request.is_decoding and request.is_admitted) or request.is_hidden:
             return 0
         known, above = request.num_tokens, self.shape.recompute_above
         room = [num_tokens, request.max_total_tokens - known - 1, self.limits.max_step_tokens - 1]
         if above is not None and known <= above:
             room.append(above - known)
-        request.num_drafts = max(0, min(room))
+        num = max(0, min(room))
         blocks_for = self.pool.blocks_for
         spare = self.pool.num_free - min(len(self.requests), self.limits.max_num_seqs)
         free = max(blocks_for(known), len(request.block_table)) + max(0, spare)
-        while request.num_drafts and blocks_for(known + request.num_drafts) > free:
-            request.num_drafts -= 1
-        return request.num_drafts
+        while num and blocks_for(known + num) > free:
+            num -= 1
+        if not exit_layer:
+            request.num_drafts = num
+        elif num:
+            request.exit_layer, request.most_drafts = exit_layer, num
+        return num
+
+    def add_draft(self, request_id: RequestId) -> bool:
+        """Count a token that a draft row chose; return False if the request drafts no more."""
+        return self.requests[request_id].add_draft()
 
     def _take_owed(self) -> tuple[Effect, ...]:
         effects, self._owed = tuple(self._owed), []
@@ -401,10 +415,11 @@ class Scheduler:
         program = compile_program(
             plan if plan.rows == tuple(rows) else replace(plan, rows=tuple(rows)),
             frame_id=self.new_frame_id(),
-            samples=[r.samples_at(row.hi) for row, r in zip(rows, requests, strict=True)],
+            samples=[r.samples_of(row) for row, r in zip(rows, requests, strict=True)],
             shape=self.shape,
             cuts=self.cuts,
             one_query_from=alone,
+            exits=tuple([n for n, r in enumerate(requests) if r.is_draft(rows[n])]),
         )
         self.running = Parked(program=program, index=START, parked_ns=now_ns)
         tables = tuple([r.block_table for r in requests])
@@ -473,8 +488,9 @@ class Scheduler:
             if row.end_layer < self.shape.num_layers:
                 request.leave_frame(Frontier(row.lo, row.hi, row.end_layer))
                 continue
+            may_have_spare = bool(request.num_drafts or request.exit_layer)
             request.commit(row.hi, end_ns, grown[row.request_id])
-            if row.hi > request.num_tokens:
+            if may_have_spare:
                 give_back_rest(self, request)
             if row.request_id in self.suspects:
                 self.suspects.remove(row.request_id)
@@ -508,7 +524,8 @@ class Scheduler:
             if request is None or row.request_id in parked.dead:
                 continue
             layer = program.frontier_layer(r, end)
-            request.park(program.frame_id, Frontier(row.lo, row.hi, layer))
+            front = Frontier(row.lo, row.hi, layer)
+            request.park(program.frame_id, front, is_draft=r in program.exits)
             request.preemptions += preempted
         self.frames[program.frame_id] = parked
         report = StepReport(start_ns, end_ns, program.rows, False, ())

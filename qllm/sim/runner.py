@@ -57,6 +57,8 @@ class _SimRequest:
     """KV blocks that the request's programs received."""
     drafts: tuple[int, ...] = ()
     """Drafted tokens after the known tokens."""
+    drafted: int = 0
+    """End of the tokens of the finished draft rows; 0 without such rows."""
 
 
 @dataclass(slots=True)
@@ -159,6 +161,14 @@ class SimRunner:
         """Set the drafted tokens after a request's known tokens."""
         self.requests[request_id].drafts = tuple(token_ids)
 
+    def guess(self, request_id: RequestId) -> int | None:
+        """Return the token that a request's last draft row chose: the one that the model chooses.
+
+        A test replaces this method.
+        """
+        request = self.requests[request_id]
+        return self._token(request_id, request.num_tokens + len(request.drafts))
+
     def remove(self, request_id: RequestId) -> None:
         """Forget a request."""
         self._give_back(request_id, 0)
@@ -167,7 +177,7 @@ class SimRunner:
     def evict(self, request_id: RequestId) -> None:
         """Drop all KV that the request computed."""
         request = self.requests[request_id]
-        request.num_computed = request.layer_work = 0
+        request.num_computed = request.layer_work = request.drafted = 0
         self._give_back(request_id, 0)
 
     def swap_out(self, request_id: RequestId) -> None:
@@ -254,7 +264,8 @@ class SimRunner:
             self._hold(row.request_id, blocks)
             request = self.requests[row.request_id]
             most = request.num_tokens + len(request.drafts)
-            if row.lo != request.num_computed or row.hi > most:
+            begun = max(request.num_computed, request.drafted)
+            if not request.num_computed <= row.lo <= begun or row.hi > most:
                 raise InvariantError(f"{row} against {request}")
             frame.reached[row.request_id] = row.start_layer
         self.frames[program.frame_id] = frame
@@ -328,6 +339,7 @@ class SimRunner:
         frame = self.frames.pop(program.frame_id)
         num_layers = self.shape.num_layers
         out = []
+        self._keep_drafted(program, frame)
         for row, samples in zip(program.rows, program.samples, strict=True):
             request_id, _, hi, _, end = row
             if request_id in frame.dead:
@@ -342,6 +354,7 @@ class SimRunner:
                     f"{row}: {request.layer_work} token-layers done, {hi * num_layers} owed"
                 )
             drafts, request.drafts = request.drafts[: max(0, samples - 1)], ()
+            request.drafted = 0
             request.num_computed = hi - len(drafts)
             for draft in (*drafts, None) if samples else ():
                 at = request.num_tokens
@@ -362,7 +375,14 @@ class SimRunner:
         """Release a frame between layers."""
         if program.inside_layer(index):
             raise InvariantError(f"frame {program.frame_id} is split inside a layer")
-        del self.frames[program.frame_id]
+        self._keep_drafted(program, self.frames.pop(program.frame_id))
+
+    def _keep_drafted(self, program: Program, frame: _SimFrame) -> None:
+        """Keep the work of finished draft rows."""
+        for r in program.exits:
+            request_id, _, hi, _, end = program.rows[r]
+            if request_id not in frame.dead and frame.reached[request_id] == end:
+                self.requests[request_id].drafted = hi
 
     def kill(self, program: Program, request_id: RequestId) -> None:
         """Mark a row dead."""
@@ -370,6 +390,7 @@ class SimRunner:
 
     def leave(self, program: Program, request_id: RequestId, at: Index) -> None:
         """Take a row out of a frame. The row's finished layers stay finished."""
+        self._keep_drafted(program, self.frames[program.frame_id])
         self.kill(program, request_id)
 
     def fault(self, error: Exception) -> None:
@@ -383,3 +404,4 @@ class SimRunner:
             if frame is None or request is None or row.request_id in frame.dead:
                 continue
             request.layer_work = request.num_computed * self.shape.num_layers
+            request.drafted = 0

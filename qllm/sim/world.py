@@ -84,9 +84,7 @@ class World:
         self.clock = VirtualClock()
         self.clock.at_ns = start_ns
         self.ingress = VirtualIngress(self.clock)
-        self.runner = FlakyRunner(
-            shape, self.clock, costs, cuts, self.ingress, limits.block_size
-        )
+        self.runner = FlakyRunner(shape, self.clock, costs, cuts, self.ingress, limits.block_size)
         self.runner.poisoned = {}
         self.scheduler = scheduler(policy, shape, cuts, limits)
         self.record = Trace()

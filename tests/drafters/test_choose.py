@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from qllm import QLLMEngine, plugins
+from qllm import QLLMEngine, SamplingParams, plugins
+from qllm.config import EngineConfig
 from qllm.drafters.choose import GROUP, OWN, drafters, load_drafter
 from qllm.errors import ConfigError
+from qllm.frontend.prompts import with_prediction
 
 
 class Repeat:
@@ -46,6 +48,14 @@ def test_a_package_adds_a_drafter_that_an_engine_uses() -> None:
         counts = engine.stats()["drafts"]
     assert sum(counts["LS"].values()) > 0
     assert counts["faults"] == {}
+
+
+@pytest.mark.parametrize(("draft", "num"), [("none", 0), ("lookup", 3)])
+def test_only_an_engine_that_drafts_reads_the_prediction(draft: str, num: int) -> None:
+    """A prediction may be long, and its tokens wait with the request."""
+    given = SamplingParams(prediction=(5, 6, 7))
+    config = EngineConfig(draft=draft)
+    assert len(with_prediction(given, None, config).prediction) == num
 
 
 def test_our_drafters_and_those_of_packages_are_known() -> None:

@@ -7,8 +7,11 @@ import pytest
 import torch
 
 from qllm.engine.calibrate import ROUNDS, measure_costs
+from qllm.engine.costs import StepCosts
+from qllm.plan import NO_CUTS, ModelShape, Plan, Row
 from qllm.runner.cpu import cpu_runner
 from qllm.runner.runner import TorchRunner
+from qllm.scheduler.compile import compile_program
 from qllm.scheduler.decision import Limits
 from qllm.scheduler.program import Index, Program
 from qllm.types import Grain
@@ -61,3 +64,16 @@ def test_it_stays_within_the_limits() -> None:
         assert len(decodes) == ROUNDS * most.bit_length()
         runner.run = type(runner).run.__get__(runner)  # type: ignore[method-assign]
     runner.close()
+
+
+def test_a_row_that_verifies_drafts_counts_as_so_many_decoded_tokens() -> None:
+    """A step of one row with three drafts costs what a step of four rows costs."""
+    costs, table = StepCosts(), None
+    for lo, hi, samples, took_ns in ((9, 10, 1, 10_000), (9, 13, 4, 40_000), (0, 8, 1, 8_000)):
+        plan = Plan(rows=(Row(1, lo, hi, 0, 1),))
+        shape = ModelShape(1, 4, 2, (True,), 64, 64)
+        program = compile_program(plan, frame_id=1, samples=[samples], shape=shape, cuts=NO_CUTS)
+        table = costs.observe(program, took_ns)
+    assert table is not None
+    assert (table.decode(1), table.decode(4)) == (10_000, 40_000)
+    assert table.prefill_token_ns == 1_000

@@ -14,22 +14,25 @@ import pytest
 import torch
 
 from qllm import QLLMEngine, SamplingParams
+from qllm.drafters.choose import EXIT
+from qllm.drafters.exit import Exit
 from qllm.drafters.protocol import DraftRequest
 from qllm.engine.drafts import REST_TOKENS
 from qllm.errors import ConfigError, InvalidRequestError, QllmError
 from qllm.frontend.handle import Result
+from qllm.record import trace
 from qllm.runner import choosing
 from qllm.runner.choosing import Verified
 from qllm.runner.frame import Frame
 from qllm.types import FinishReason
-from tests.support.drafters import SHARES, counts, maker, next_of, poison_rejected
+from tests.support.drafters import SHARES, counts, maker, next_of, poison_rejected, quieten
 from tests.support.families import FAMILIES, VOCAB, make_model
 from tests.support.inside import loop_of, runner_of
 from tests.support.storms import prompt_of
 from tests.support.tiny_configs import tiny_model
 
 NEW = 24
-DRAFTERS = (*SHARES, "random")
+DRAFTERS = (*SHARES, "random", "exit:1", "exit:2")
 WARNED: list[str] = []
 KINDS: dict[str, SamplingParams] = {
     "greedy": SamplingParams(temperature=0),
@@ -60,8 +63,15 @@ def _rejected_kv_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     poison_rejected(monkeypatch)
 
 
-def engine_of(family: str = "mixtral", **settings: Any) -> QLLMEngine:
+def exit_layer(drafter: str) -> int:
+    return int(drafter.removeprefix(EXIT)) if drafter.startswith(EXIT) else 0
+
+
+def engine_of(family: str = "mixtral", quiet_from: int = 0, **settings: Any) -> QLLMEngine:
+    """An engine; layers from `quiet_from` on change little, if that is not 0."""
     model = make_model(family, torch.bfloat16)
+    if quiet_from:
+        quieten(model, quiet_from)
     how: dict[str, Any] = {"threads": 1, "conformance": False, "max_kv_tokens": 4096, **settings}
     return QLLMEngine.from_model(model, **how)
 
@@ -97,16 +107,16 @@ def alone() -> Iterator[Any]:
     """The answers of a family without drafts, and the kinds of requests that it gets."""
     known: dict[str, Any] = {}
 
-    def of(family: str) -> Any:
-        if family not in known:
-            with engine_of(family) as engine:
+    def of(family: str, quiet_from: int = 0) -> Any:
+        if (family, quiet_from) not in known:
+            with engine_of(family, quiet_from) as engine:
                 first = answers(engine, KINDS)
                 whole = dict(zip(KINDS, first, strict=True))
                 stop = whole["penalties"].token_ids[NEW // 2]  # no token comes twice there
                 more = {"penalties": replace(KINDS["penalties"], stop_token_ids=(stop,))}
                 (whole["stop"],) = answers(engine, more)
-            known[family] = more, whole
-        return known[family]
+            known[family, quiet_from] = more, whole
+        return known[family, quiet_from]
 
     return of
 
@@ -115,8 +125,8 @@ def alone() -> Iterator[Any]:
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_are_those_without_drafts(family: str, drafter: str, alone: Any) -> None:
-    more, expected = alone(family)
-    with engine_of(family) as engine:
+    more, expected = alone(family, exit_layer(drafter))
+    with engine_of(family, exit_layer(drafter)) as engine:
         streams = {tuple(prompt(kind)): expected[kind].token_ids for kind in KINDS}
         draft(engine, maker(drafter, next_of(streams), VOCAB))
         found = dict(zip(KINDS, answers(engine, KINDS), strict=True))
@@ -128,16 +138,34 @@ def test_answers_are_those_without_drafts(family: str, drafter: str, alone: Any)
     }
     assert found["stop"].finish_reason is FinishReason.STOP
     known = [kind for kind in found if kind not in ("first of three", "second of three")]
-    for kind in known if drafter != "random" else ():
+    for kind in known if drafter in SHARES else ():
         accepted, rejected = counts([found[kind]])
         assert (accepted > 0) is (SHARES[drafter] > 0), kind
         assert (rejected > 0) is (SHARES[drafter] < 1) or kind == "min tokens", kind
-    assert sum(counts(list(found.values()))) > 50
+    accepted, rejected = counts(list(found.values()))
+    assert accepted + rejected > 50
+    if exit_layer(drafter):
+        assert min(accepted, rejected) > 20
     usual = {kind: r.metrics for kind, r in found.items()}
     assert all(m.preempt_recomputed_tokens == 0 for m in usual.values())
     assert {k: m.num_output_tokens for k, m in usual.items()} == {
         k: r.metrics.num_output_tokens for k, r in expected.items()
     }
+
+
+@pytest.mark.parametrize("drafter", ["half", "exit:1"])
+@pytest.mark.parametrize("expert_weights", ["int8", "int4"])
+def test_experts_in_few_bits_verify_drafts_too(expert_weights: str, drafter: str) -> None:
+    settings = {"quiet_from": 1, "expert_weights": expert_weights}
+    with engine_of("qwen3_moe", **settings) as engine:
+        expected = answers(engine, KINDS)
+    pairs = zip(KINDS, expected, strict=True)
+    streams = {tuple(prompt(kind)): result.token_ids for kind, result in pairs}
+    with engine_of("qwen3_moe", **settings) as engine:
+        draft(engine, maker(drafter, next_of(streams), VOCAB))
+        found = answers(engine, KINDS)
+    assert [told(r) for r in found] == [told(r) for r in expected]
+    assert min(counts(found)) > 20
 
 
 @pytest.mark.parametrize("most", [1, 2, 16])
@@ -207,13 +235,15 @@ BROKEN = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("drafter", ["half", "exit:1"])
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda f: f.__name__)
 def test_a_mutant_turns_the_law_red(
-    broken: Any, alone: Any, monkeypatch: pytest.MonkeyPatch
+    broken: Any, drafter: str, alone: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    alone("mixtral", exit_layer(drafter))
     broken(monkeypatch)
     try:
-        test_answers_are_those_without_drafts("mixtral", "half", alone)
+        test_answers_are_those_without_drafts("mixtral", drafter, alone)
     except (AssertionError, QllmError):
         return
     pytest.fail("the law did not notice")
@@ -317,6 +347,49 @@ def test_a_bad_drafter_changes_nothing(name: str, alone: Any) -> None:
         assert faults["slow"] == 2 * len(KINDS), f"it rests for {REST_TOKENS} tokens"
 
 
+def test_draft_rows_whose_logits_are_nan_end_no_request() -> None:
+    """Each first draft is token 5, behind which the model breaks. The next row drafts nothing."""
+    kinds = {
+        "greedy": SamplingParams(temperature=0, logit_bias={5: -100.0}, ignore_eos=True),
+        "seeded": SamplingParams(temperature=1, seed=1, logit_bias={5: -100.0}, ignore_eos=True),
+    }
+    with engine_of() as engine:
+        weights = runner_of(engine).model.get_input_embeddings().weight
+        engine.call(lambda: weights.data[5].fill_(math.nan))
+        expected = answers(engine, kinds)
+        sampler = runner_of(engine).sampler
+        guess, broken = sampler.guess, list[int]()
+
+        def five(*asked: Any) -> list[int | None]:
+            (found,) = guess(*asked)
+            broken.append(found is None)
+            return [None if found is None else 5]
+
+        sampler.guess = five  # type: ignore[method-assign]
+        draft(engine, Exit(1))
+        found = answers(engine, kinds)
+    assert [told(r) for r in found] == [told(r) for r in expected]
+    assert counts(found) == (0, broken.count(False))
+    assert broken.count(True) > NEW
+
+
+def test_no_token_behind_a_stop_is_drafted() -> None:
+    """A draft row that chooses a token that ends the answer is the last."""
+    stops = tuple(range(0, VOCAB, 3))
+    ends = replace(KINDS["seeded"], stop_token_ids=stops, ignore_eos=False)
+    with engine_of("mixtral", 2, record=True) as engine:
+        expected = answers(engine, {"seeded": ends})
+        draft(engine, Exit(2))
+        found = answers(engine, {"seeded": ends})
+        long = answers(engine, {"cut": replace(KINDS["cut"], stop_token_ids=stops, min_tokens=20)})
+        events = engine.trace.events
+        drafted = [i for e in events if isinstance(e, trace.Drafted) for i in e.token_ids]
+    assert [told(r) for r in found] == [told(r) for r in expected]
+    assert len(long[0].token_ids) >= 20
+    assert drafted
+    assert not set(drafted) & set(stops)
+
+
 def test_a_draft_whose_logits_are_nan_ends_no_request() -> None:
     """The model breaks behind token 5, which no answer has."""
     bias = {5: -100.0}
@@ -350,6 +423,20 @@ def test_draft_tokens_are_checked(value: Any) -> None:
 def test_an_unknown_drafter_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="draft='x' is unknown; use one of none, auto, lookup"):
         engine_of(draft="x")
+
+
+@pytest.mark.parametrize("layer", ["0", "-1", "x", "", "1.5"])
+def test_an_exit_names_a_number_of_layers(layer: str) -> None:
+    said = f"draft='exit:{layer}' must name the number of layers .* at least 1 .*, like exit:4"
+    with pytest.raises(ConfigError, match=said):
+        engine_of(draft=f"exit:{layer}")
+
+
+@pytest.mark.parametrize("layer", [3, 99])
+def test_an_exit_is_before_the_last_layer(layer: int) -> None:
+    said = rf"draft='exit:{layer}' .* after {layer} layers, .* has 3; give a number in \[1, 2\]"
+    with pytest.raises(ConfigError, match=said):
+        engine_of(draft=f"exit:{layer}")
 
 
 def test_a_model_whose_bits_depend_on_cuts_is_refused() -> None:

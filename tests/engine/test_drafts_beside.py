@@ -1,6 +1,6 @@
 """Drafts beside grammars, reasoning, stop strings, the prefix cache, long ropes and checkpoints."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from qllm import QLLMEngine, SamplingParams
+from qllm.drafters.exit import Exit
 from qllm.frontend.handle import Result
 from qllm.plan import Plan
 from qllm.policy import NO_STOP, View, next_row
@@ -63,11 +64,8 @@ ASKED: dict[str, tuple[str, SamplingParams]] = {
         SamplingParams(seed=2, structured_outputs=FORM, thinking_token_budget=9),
     ),
     "budget": ("What?<think>", SamplingParams(seed=3, thinking_token_budget=7)),
-    "stop string": (
-        TEXT,
-        SamplingParams(temperature=0, seed=6, stop=("'b', 'b'",), ignore_eos=True),
-    ),
-    "long stop string": (TEXT, SamplingParams(seed=4, stop=("xyz", "textge"), logprobs=1)),
+    "stop string": (TEXT, SamplingParams(temperature=0, seed=6, ignore_eos=True)),
+    "long stop string": (TEXT, SamplingParams(seed=4, logprobs=1, ignore_eos=True)),
     "bad words": (TEXT, SamplingParams(seed=5, bad_words=("a", "return", "("), ignore_eos=True)),
 }
 
@@ -78,42 +76,58 @@ def tiny() -> Iterator[QLLMEngine]:
         yield engine
 
 
-def asked(engine: QLLMEngine) -> dict[str, Result]:
+def asked(engine: QLLMEngine, stops: Mapping[str, tuple[str, ...]]) -> dict[str, Result]:
     handles = {
-        kind: engine.submit(prompt, "LS", 60, sampling=sampling)
+        kind: engine.submit(prompt, "LS", 60, sampling=replace(sampling, stop=stops.get(kind, ())))
         for kind, (prompt, sampling) in ASKED.items()
     }
     return {kind: handle.result(300) for kind, handle in handles.items()}
 
 
+@pytest.fixture(scope="module")
+def stops(tiny: QLLMEngine) -> dict[str, tuple[str, ...]]:
+    """Stop strings out of the middle of the answers, which depend on the kernels."""
+    loop_of(tiny).drafts = None
+    whole = {kind: result.text for kind, result in asked(tiny, {}).items()}
+    short, long = whole["stop string"], whole["long stop string"]
+    middle, late = len(short) // 2, len(long) // 2
+    return {
+        "stop string": (short[middle : middle + 4],),
+        "long stop string": ("xyzxyz", long[late : late + 12]),
+    }
+
+
+@pytest.mark.parametrize("exit_layer", [0, 1])
 @pytest.mark.parametrize("most", [3, 16])
 def test_what_ends_and_bounds_an_answer_does_so_inside_a_run_of_drafts(
-    tiny: QLLMEngine, most: int
+    tiny: QLLMEngine, stops: dict[str, tuple[str, ...]], most: int, exit_layer: int
 ) -> None:
     loop_of(tiny).drafts = None
-    expected = asked(tiny)
+    expected = asked(tiny, stops)
     known = {ASKED[kind][1].seed: result.token_ids for kind, result in expected.items()}
-    always_draft(tiny, partial(Told, answers=known), most)
-    found = asked(tiny)
+    always_draft(tiny, Exit(1) if exit_layer else partial(Told, answers=known), most)
+    found = asked(tiny, stops)
     assert {kind: told(r) for kind, r in found.items()} == {
         kind: told(r) for kind, r in expected.items()
     }
     for kind, result in found.items():
         assert result.finish_reason is FinishReason.STOP or "stop" not in kind, kind
-        assert counts([result])[0] > 0, kind
+        assert counts([result])[bool(exit_layer)] > 0, kind
         assert result.metrics.preempt_recomputed_tokens == 0
     drafts = loop_of(tiny).drafts
     assert drafts is not None
     assert not drafts._drafting, "what ended is forgotten"
 
 
-def test_a_grammar_drafts_what_it_forces_also_behind_reasoning(tiny: QLLMEngine) -> None:
+def test_a_grammar_drafts_what_it_forces_also_behind_reasoning(
+    tiny: QLLMEngine, stops: dict[str, tuple[str, ...]]
+) -> None:
     from qllm.drafters.grammar import Forced
 
     loop_of(tiny).drafts = None
-    expected = asked(tiny)
+    expected = asked(tiny, stops)
     always_draft(tiny, Forced, 8)
-    found = asked(tiny)
+    found = asked(tiny, stops)
     assert {kind: told(r) for kind, r in found.items()} == {
         kind: told(r) for kind, r in expected.items()
     }
@@ -127,7 +141,7 @@ def test_a_grammar_drafts_what_it_forces_also_behind_reasoning(tiny: QLLMEngine)
 # -- lengths at which a model changes its rope
 
 
-@pytest.mark.parametrize("drafter", ["oracle", "half"])
+@pytest.mark.parametrize("drafter", ["oracle", "half", "exit:1"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_draft_does_not_cross_the_length_at_which_kv_is_computed_again(
     kind: str, drafter: str
@@ -141,7 +155,7 @@ def test_a_draft_does_not_cross_the_length_at_which_kv_is_computed_again(
         always_draft(engine, maker(drafter, right, VOCAB), 7)
         found = engine.submit(prompt, "LS", 24, sampling=sampling).result(300)
     assert told(found) == told(expected)
-    assert counts([found])[0] > 5
+    assert counts([found])[drafter == "exit:1"] > 5
     assert found.metrics.evictions == expected.metrics.evictions
 
 
@@ -195,7 +209,8 @@ def test_no_token_that_ends_an_answer_is_drafted() -> None:
 # -- KV that outlives a request
 
 
-def test_cached_pages_have_only_kv_of_tokens_that_were_chosen() -> None:
+@pytest.mark.parametrize("drafter", ["half", "exit:2"])
+def test_cached_pages_have_only_kv_of_tokens_that_were_chosen(drafter: str) -> None:
     """Each page has the bits that it has without drafts. The next turn gets the same answer."""
     prompt, sampling = prompt_of(21, 5), SamplingParams(temperature=0.9, seed=2, ignore_eos=True)
 
@@ -212,7 +227,7 @@ def test_cached_pages_have_only_kv_of_tokens_that_were_chosen() -> None:
     ):
         expected = plain.submit(prompt, "LS", 150, sampling=sampling).result(300)
         right = next_of({tuple(prompt): expected.token_ids})
-        always_draft(engine, maker("half", right, VOCAB), 7)
+        always_draft(engine, maker(drafter, right, VOCAB), 7)
         found = engine.submit(prompt, "LS", 150, sampling=sampling).result(300)
         assert told(found) == told(expected)
         there, here = pages(plain), pages(engine)
@@ -227,7 +242,7 @@ def test_cached_pages_have_only_kv_of_tokens_that_were_chosen() -> None:
 
 
 class HoldsAll:
-    """A policy with all requests in one frame, which it holds once a row verifies drafts."""
+    """A policy with all requests in one frame, which it holds once one of them has drafts."""
 
     needs = Cap.LAYER_RANGE | Cap.YIELD_EXPERT
 
@@ -246,11 +261,12 @@ class HoldsAll:
         return Plan(rows=rows, grain=Grain.EXPERT, stop_below=NO_STOP, slice_ns=1)
 
 
+@pytest.mark.parametrize("exit_layer", [0, 1, 2])
 @pytest.mark.parametrize("after", [0, 40, 90, 131])
 def test_a_checkpoint_of_a_frame_keeps_the_rows_beside_one_with_drafts(
-    after: int, tmp_path: Path
+    after: int, exit_layer: int, tmp_path: Path
 ) -> None:
-    """Two of four requests in a frame draft. Another engine finishes the four requests."""
+    """Two of four requests in a frame draft, or all. Another engine finishes the four requests."""
     sampling = [SamplingParams(temperature=n / 2, seed=n, ignore_eos=True) for n in range(4)]
     specs: list[dict[str, Any]] = [
         {"prompt": prompt_of(9 + n, n), "max_tokens": 14, "sampling": one}
@@ -262,6 +278,7 @@ def test_a_checkpoint_of_a_frame_keeps_the_rows_beside_one_with_drafts(
     pairs = enumerate(zip(sampling, expected, strict=True))
     known = {one.seed: result.token_ids if n % 2 else () for n, (one, result) in pairs}
     make, holds = partial(Told, answers=known), HoldsAll(after)
+    make = Exit(exit_layer) if exit_layer else make
     with engine_of(model, policy=holds) as engine:
         fine(engine)
         always_draft(engine, make)

@@ -30,7 +30,7 @@ def _rejected_kv_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3")
-DRAFTERS = ("oracle", "wrong", "half", "random")
+DRAFTERS = ("oracle", "wrong", "half", "random", "exit:1", "exit:2")
 
 
 def spec_of(rng: random.Random) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def evict_for_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 def commit_kv_early(patch: pytest.MonkeyPatch) -> None:
-    def park(self: Request, frame_id: int, frontier: Frontier) -> None:
+    def park(self: Request, frame_id: int, frontier: Frontier, **_: Any) -> None:
         self.frame_id, self.frontier = frame_id, frontier
         if frontier.layer > 0:
             self.num_computed_tokens = frontier.hi
@@ -180,7 +180,24 @@ def finish_twice(patch: pytest.MonkeyPatch) -> None:
 
 def with_drafts() -> None:
     """Check the law of drafts with drafts of which some are right."""
-    laws.test_drafts_give_every_request_its_tokens(1, 0.6)
+    laws.test_drafts_give_every_request_its_tokens(1, 0.6, 0)
+
+
+def with_draft_rows() -> None:
+    """Check the law of drafts with draft rows through one layer."""
+    laws.test_drafts_give_every_request_its_tokens(1, 0.6, 1)
+
+
+def run_draft_layers_twice(patch: pytest.MonkeyPatch) -> None:
+    """The row that verifies begins at the first layer again."""
+    leave_frame = Request.leave_frame
+
+    def forget(self: Request, frontier: Frontier) -> None:
+        leave_frame(self, frontier)
+        if self.exit_layer == frontier.layer:
+            self.frontier, self.exit_layer = None, 0
+
+    patch.setattr(Request, "leave_frame", forget)
 
 
 def commit_a_rejected_draft(patch: pytest.MonkeyPatch) -> None:
@@ -293,6 +310,7 @@ MUTANTS = [
     Mutant(finish_twice, laws.test_all_blocks_come_back),
     Mutant(commit_a_rejected_draft, with_drafts),
     Mutant(count_drafts_as_tokens, with_drafts),
+    Mutant(run_draft_layers_twice, with_draft_rows),
     Mutant(ride_for_free, laws.test_be_rides_along_no_longer_than_its_share),
     Mutant(evict_a_cohort_for_its_equal, shapes.test_a_cohort_is_not_evicted_for_its_equals),
     Mutant(

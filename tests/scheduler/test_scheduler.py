@@ -55,6 +55,8 @@ from tests.support.scheduling import (
     test_be_drafts_nothing_while_ls_decodes,  # noqa: F401
     test_be_rides_along_no_longer_than_its_share,  # noqa: F401
     test_chunks_end_on_cuts_in_the_batch_invariant_mode,  # noqa: F401
+    test_draft_rows_lose_no_layer_when_ls_comes,  # noqa: F401
+    test_draft_rows_that_do_not_pay_become_few,  # noqa: F401
     test_drafts_count_in_the_tokens_of_a_step,  # noqa: F401
     test_drafts_give_every_request_its_tokens,  # noqa: F401
     test_drafts_take_no_kv_from_others,  # noqa: F401
@@ -63,6 +65,7 @@ from tests.support.scheduling import (
     test_kv_counts_only_when_the_last_layer_is_reached,  # noqa: F401
     test_more_rows_than_seats_are_refused,  # noqa: F401
     test_no_request_is_evicted_for_one_that_cannot_start,  # noqa: F401
+    test_rows_draft_only_for_a_request_that_decodes_alone,  # noqa: F401
     test_the_stop_word_survives_the_race_with_drain,  # noqa: F401
     test_who_fails_twice_fails_alone,  # noqa: F401
     test_wrong_drafts_become_few_also_for_the_next_request,  # noqa: F401

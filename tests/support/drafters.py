@@ -5,8 +5,11 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 
 import pytest
+from torch import nn
 
 from qllm import QLLMEngine
+from qllm.drafters.choose import EXIT
+from qllm.drafters.exit import Exit
 from qllm.drafters.protocol import DraftRequest, MakeDrafter
 from qllm.frontend.handle import Result
 from qllm.runner.kv import SlabKV
@@ -64,8 +67,24 @@ class Random:
 SHARES = {"oracle": 1.0, "wrong": 0.0, "half": 0.6}
 
 
-def maker(name: str, right: Right, vocab: int) -> MakeDrafter:
-    """The maker of `oracle`, `wrong`, `half` or `random` drafters."""
+OUTPUTS = ("o_proj", "down_proj", "w2", "out_proj", "output_linear")
+"""Parts of the names of weights whose products are added to the residual stream."""
+
+
+def quieten(model: nn.Module, layer: int, factor: float = 0.25) -> nn.Module:
+    """Let the layers from `layer` on add less, so that tokens of an early layer are often right."""
+    for name, weight in model.named_parameters():
+        _, _, place = name.partition("layers.")
+        is_late = place and int(place.partition(".")[0]) >= layer
+        if is_late and any(output in name for output in OUTPUTS):
+            weight.data.mul_(factor)
+    return model
+
+
+def maker(name: str, right: Right, vocab: int) -> MakeDrafter | Exit:
+    """The maker of `oracle`, `wrong`, `half` or `random` drafters, or the layer of `exit:E`."""
+    if name.startswith(EXIT):
+        return Exit(int(name.removeprefix(EXIT)))
 
     def make(request: DraftRequest) -> Guess | Random:
         seed = request.request_id

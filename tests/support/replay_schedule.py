@@ -81,7 +81,9 @@ class Replayer:
         program = compile_program(
             Plan(rows=event.rows, grain=Grain.EXPERT, stop_below=0),
             frame_id=event.frame_id,
-            samples=[max(0, row.hi - len(ids[row.request_id]) + 1) for row in event.rows],
+            samples=event.samples
+            or [max(0, row.hi - len(ids[row.request_id]) + 1) for row in event.rows],
+            exits=event.exits,
             shape=self.runner.shape,
             cuts=self.runner.cuts,
             one_query_from=[

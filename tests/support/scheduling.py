@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from qllm.drafters.exit import Exit
 from qllm.drafters.protocol import DraftRequest
 from qllm.ingress import InprocIngress, StopWord
 from qllm.plan import ANY_ARRIVAL, NO_CUTS, NO_STOP, CutRule, Plan, Row
@@ -20,7 +21,7 @@ from qllm.policy import View, next_row
 from qllm.record import trace
 from qllm.sim.check import overload as overloaded_world
 from qllm.sim.check import watch
-from qllm.sim.runner import SimCosts, VirtualClock
+from qllm.sim.runner import SimCosts, SimRunner, VirtualClock
 from qllm.sim.world import LIMITS, SHAPE, World
 from qllm.types import NS_PER_MS, Cap, FinishReason, Grain, Priority
 from qllm_policies.chunked import Chunked
@@ -144,12 +145,29 @@ def work_is_exact(world: World) -> None:
         work = request.num_computed_tokens * world.runner.shape.num_layers
         if request.frontier is not None:
             work += request.frontier.layer * (request.frontier.hi - request.frontier.lo)
+            # a draft row that is part-way begins after the tokens of the draft rows before it
+            work += request.exit_layer * (request.frontier.lo - request.num_computed_tokens)
         assert mirror.layer_work == work, f"request {request_id}"
 
 
-def draft(world: World, share: float, most: int, *, weighs: bool = False) -> None:
-    """Draft up to `most` tokens, each of them right with a probability."""
-    runner = world.runner
+def draft(
+    world: World, share: float, most: int, *, exit_layer: int = 0, weighs: bool = False
+) -> None:
+    """Draft up to `most` tokens, each of them right with a probability.
+
+    With `exit_layer`, rows through so many layers draft them.
+    """
+    runner, rng = world.runner, random.Random(most)
+
+    def guess(request_id: int) -> int | None:
+        token = SimRunner.guess(runner, request_id)
+        assert token is not None
+        return token if rng.random() < share else (token + 1) % runner.shape.vocab_size
+
+    if exit_layer:
+        runner.guess = guess  # type: ignore[method-assign]
+        world.loop.draft_with(Exit(exit_layer), most, warn=print, weighs=weighs)
+        return
 
     def make(request: DraftRequest) -> Guess:
         request_id = request.request_id
@@ -174,6 +192,7 @@ class Machine(RuleBasedStateMachine):
         exact=st.booleans(),
         share=st.sampled_from(SHARES),
         most=st.integers(1, 16),
+        exit_layer=st.integers(0, LAYERS - 1),
     )
     def start(
         self,
@@ -185,6 +204,7 @@ class Machine(RuleBasedStateMachine):
         exact: bool,
         share: float | None,
         most: int,
+        exit_layer: int,
     ) -> None:
         limits = replace(
             LIMITS,
@@ -197,7 +217,7 @@ class Machine(RuleBasedStateMachine):
         cuts = NO_CUTS._replace(min_block=16, max_block=32) if exact else NO_CUTS
         self.world = World(policy, limits, cuts=cuts)
         if share is not None:
-            draft(self.world, share, most)
+            draft(self.world, share, most, exit_layer=exit_layer)
 
     @rule(
         priority=st.sampled_from([-1, LS, 3, BE]),
@@ -293,12 +313,13 @@ def test_any_plan_within_the_rules_gives_every_request_its_tokens(seed: int) -> 
         assert events(world, trace.Parked)
 
 
+@pytest.mark.parametrize("exit_layer", [0, 1, LAYERS - 1])
 @pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
 @pytest.mark.parametrize("seed", range(4))
-def test_drafts_give_every_request_its_tokens(seed: int, share: float) -> None:
+def test_drafts_give_every_request_its_tokens(seed: int, share: float, exit_layer: int) -> None:
     """Scheduler and runner count the same tokens of a row, however many of its drafts are right."""
     world = World(Fuzz(seed), replace(LIMITS, num_blocks=40, max_num_seqs=3))
-    draft(world, share, 1 + 3 * seed)
+    draft(world, share, 1 + 3 * seed, exit_layer=exit_layer)
     for n in range(5):
         world.submit([0, 3, 10][n % 3], 20 * n + 5, 30)
     while not world.idle:
@@ -409,6 +430,57 @@ def test_wrong_drafts_take_no_kv_that_a_new_prompt_needs(prompt: int) -> None:
     world.run(400)
     finished_well(world)
     assert not events(world, trace.Evicted)
+
+
+def test_rows_draft_only_for_a_request_that_decodes_alone() -> None:
+    """When another begins to decode, the first verifies what it has drafted, and drafts no more."""
+    world = World(Fcfs())
+    draft(world, 1.0, 4, exit_layer=1, weighs=True)
+    first = world.submit(BE, 20, 60)
+    for _ in range(24):
+        world.step()
+    second = world.submit(BE, 20, 30)
+    world.run()
+    finished_well(world)
+    found = events(world, trace.Verified)
+    assert {e.request_id for e in found[:3]} == {first}
+    begun = next(e.at_ns for e in events(world, trace.Token) if e.request_id == second)
+    ended = next(e.at_ns for e in events(world, trace.Finished))
+    late = [e for e in events(world, trace.Drafted) if begun < e.at_ns < ended]
+    assert not late
+    assert any(e.at_ns > ended for e in found)
+
+
+def test_draft_rows_that_do_not_pay_become_few() -> None:
+    """The first trial shows what they cost. Later trials take little of the time."""
+    ends_ns = []
+    for is_drafting in (False, True):
+        world = World(Fcfs())
+        if is_drafting:
+            draft(world, 0.0, 8, exit_layer=LAYERS - 1, weighs=True)
+        world.submit(LS, 20, 300)
+        world.run()
+        finished_well(world)
+        ends_ns.append(world.clock.at_ns)
+    found = [e.num_drafts for e in events(world, trace.Verified)]
+    assert found[0] == 2
+    assert set(found[1:]) == {1}
+    assert ends_ns[1] < 1.02 * ends_ns[0]
+
+
+def test_draft_rows_lose_no_layer_when_ls_comes() -> None:
+    """A BE request that drafts loses no layer when an LS request stops it."""
+    world = World(Qllm())
+    draft(world, 1.0, 8, exit_layer=2)
+    batch = world.submit(BE, 20, 100)
+    for _ in range(9):
+        world.step()
+    assert world.scheduler.requests[batch].exit_layer
+    alarm_after(world, 1)
+    world.submit(LS, 20, 10)
+    world.run()
+    finished_well(world)
+    assert world.metrics[batch].preempt_recomputed_tokens == 0
 
 
 def test_be_drafts_nothing_while_ls_decodes() -> None:

@@ -83,6 +83,11 @@ class Limits:
         self._end_ids = frozenset({*ends, *sampling.stop_token_ids})
         self._ends = _ids(sorted(self._end_ids))
 
+    @property
+    def follows_outputs(self) -> bool:
+        """True if a grammar or reasoning follows the answer token by token, and cannot go back."""
+        return self._matcher is not None or self._thinking is not None
+
     def rules(self, outputs: Sequence[int], vocab_size: int) -> Rules | str:
         """Return the rules for the next token, or the reason that no token is allowed.
 

@@ -9,7 +9,7 @@ import math
 import secrets
 from collections.abc import Collection, Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -185,6 +185,38 @@ class Sampler:
         for b, found in zip(rows, choose_all(list(rows.values())), strict=True):
             sampled[b] = self._sampled(request_ids[b], found, positions[b])
         return [sampled[b] for b in range(len(requests))]
+
+    def guess(
+        self,
+        logits_BV: torch.Tensor,
+        request_ids: Sequence[RequestId],
+        positions: Sequence[int],
+        outputs: Sequence[Sequence[int]],
+    ) -> list[int | None]:
+        """Choose one drafted token per row; None where the logits allow none.
+
+        The settings and the random numbers are those of `sample`. But a grammar does not count, nor
+        does a budget of reasoning: both follow the answer, and a draft may not become part of it.
+
+        Args:
+            logits_BV: Raw logits at an early layer.
+            request_ids: Request of each row.
+            positions: Index of the token to choose in the whole sequence, prompt included.
+            outputs: Ids that each request has produced so far, and its drafts.
+        """
+        rows = []
+        for b, request_id in enumerate(request_ids):
+            request = self._requests[request_id]
+            limits = request.limits
+            if limits is not None and limits.follows_outputs:
+                limits = None
+            alone = replace(request.sampling, logprobs=None)
+            request = replace(request, sampling=alone, limits=limits)
+            _check_ids(request_id, request, logits_BV.shape[1])
+            row = _row(request, logits_BV[b], positions[b], outputs[b])
+            assert isinstance(row, SampledRow), "without a grammar there are always rules"
+            rows.append(row)
+        return [found.token_id for found in choose_all(rows)]
 
     def _sampled(self, request_id: RequestId, found: Choice, position: int) -> Sampled:
         """Return the token of a choice, or the reason why there is no token."""
