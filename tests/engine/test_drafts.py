@@ -358,7 +358,8 @@ def test_a_bad_drafter_changes_nothing(name: str, alone: Any) -> None:
     if cause == "no token id":
         assert f"a token id is an int in [0, {VOCAB})" in WARNED[0]
     if name == "sleeps":
-        assert faults["slow"] == 2 * len(KINDS), f"it rests for {REST_TOKENS} tokens"
+        # an answer that ends early may have been asked once
+        assert len(KINDS) < faults["slow"] <= 2 * len(KINDS), f"it rests for {REST_TOKENS} tokens"
 
 
 def test_draft_rows_whose_logits_are_nan_end_no_request() -> None:

@@ -45,7 +45,7 @@ def clients() -> Iterator[list[httpx.Client]]:
         httpx.Client(base_url=one.url, timeout=120) as client,
         httpx.Client(base_url=other.url, timeout=120) as drafting_client,
     ):
-        patch.setattr(Utility, "most", lambda self, costs, num_others, limit: limit)
+        patch.setattr(Utility, "most", lambda self, costs, num_others, limit, extra_ns=None: limit)
         yield [client, drafting_client]
 
 
