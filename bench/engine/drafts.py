@@ -21,19 +21,23 @@ tokens came before in the prompt or the answer.
 - preempt: LS arrivals stop BE rows of 9 tokens, or of one
 - exit: draft rows through 1 of 12 layers, of a model whose other layers change little
 - exit tiny: the same through 1 layer of `tiny`, where it does not pay, so nothing should be drafted
+- model: the same model, and its first layer with its head as a draft model in a folder of its own;
+  then LS arrivals stop BE requests with it and without
 
 The last line of stdout is one JSON document.
 """
 
 import argparse
+import copy
 import json
 import os
 import random
 import statistics
 import subprocess
+import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,6 +72,7 @@ MOST = 4
 REACH = {
     "oracle": 0.75, "wrong": 0.95, "lookup": 1.2, "none": 0.97, "grammar": 1.3,
     "tpot": 1.15, "ttft": 1.05, "be": 0.97, "preempt": 1.1, "exit": 1.3, "exit tiny": 0.97,
+    "model": 1.0, "model preempt": 1.2,
 }  # fmt: skip
 LLAMA = Path(__file__).parent.parent / "serving" / "llama_drafts.py"
 PEER = """
@@ -343,6 +348,36 @@ def exit_rows(model: Any, args: argparse.Namespace, table: Table, result: dict[s
     row(table, result, "exit tiny", found, REACH["exit tiny"], "1 layer")
 
 
+def first_layers(model: Any, tokenizer: Any, folder: str) -> None:
+    """Save the first `EXIT_LAYER` layers of a model, with its norm and head, as a model."""
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = EXIT_LAYER
+    small = type(model)(config).to(model.dtype)
+    small.load_state_dict(model.state_dict(), strict=False)
+    small.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def model_rows(model: Any, args: argparse.Namespace, table: Table, result: dict[str, Any]) -> None:
+    """Measure a draft model: one stream, and the stops of LS arrivals."""
+    corpus, rng = corpus_of(args.tokenizer), random.Random(args.seed)
+    starts = [rng.randrange(len(corpus) - 400) for _ in range(4)]
+    cases = [Case(list(corpus[at : at + 200]), args.new, GREEDY) for at in starts]
+    quieten(model)
+    with tempfile.TemporaryDirectory() as folder:
+        first_layers(model, args.tokenizer, folder)
+        with QLLMEngine.from_model(
+            model, args.tokenizer, threads=args.threads, conformance=False, policy="qllm2",
+            draft=f"model:{folder}", **KV_SIZES,
+        ) as engine:  # fmt: skip
+            make = engine._client.loop.drafts._model
+            found = compare(engine, cases, args.rounds, make, 8)
+            note = f"{EXIT_LAYER} of {len(model.model.layers)} layers"
+            row(table, result, "model", found, REACH["model"], note)
+            waits = stops(engine, args, make, lambda: make.stats()["stop_latencies_ms"])
+    stop_row(table, result, args, "model preempt", waits, "with a draft model over without")
+
+
 NAMES = ("name", "description", "category", "created_at", "is_available", "identifier", "quantity")
 KINDS: tuple[dict[str, Any], ...] = (
     {"type": "string", "maxLength": 12},
@@ -465,40 +500,76 @@ def mixed_rows(model: Any, args: argparse.Namespace, table: Table, result: dict[
 
 def preempt_row(model: Any, args: argparse.Namespace, table: Table, result: dict[str, Any]) -> None:
     """Measure how long LS arrivals wait for BE rows of nine tokens, over rows of one."""
-    jobs = [
-        Case(job.token_ids, job.max_tokens, GREEDY)
-        for job in make_jobs(args.seed + 1, 4, (64, 64), (400, 400))
-    ]
-    short = [Case(job.token_ids, 1, GREEDY) for job in make_jobs(9, 40, (8, 8), (1, 1))]
-    waits: dict[bool, list[float]] = {True: [], False: []}
     with QLLMEngine.from_model(
         model, threads=args.threads, conformance=False, policy="qllm2", **KV_SIZES
     ) as engine:
-        right = guessing(known(engine, jobs), right=True)
-        for n in range(2 * args.rounds):
-            for arm in (True, False) if n % 2 else (False, True):
-                use(engine, right if arm else None, 8, weighs=False)
-                before = len(engine.stats()["preempt_latencies_ms"])
-                handles = [engine.submit(j.prompt, "BE", j.new, sampling=GREEDY) for j in jobs]
-                for case in short:
-                    time.sleep(0.02)
-                    engine.submit(case.prompt, "LS", 1, sampling=GREEDY).result(60)
-                for handle in handles:
-                    handle.cancel()
-                    handle.result(60)
-                waits[arm] += engine.stats()["preempt_latencies_ms"][before:]
-        use(engine, None, 0)
+        right = guessing(known(engine, waiting_jobs(args.seed)), right=True)
+        waits = stops(engine, args, right, lambda: [])
+    stop_row(table, result, args, "preempt", waits, "rows of 9 over rows of 1")
+
+
+def waiting_jobs(seed: int) -> list[Case]:
+    """Return the BE requests that LS arrivals stop."""
+    jobs = make_jobs(seed + 1, 4, (64, 64), (400, 400))
+    return [Case(job.token_ids, job.max_tokens, GREEDY) for job in jobs]
+
+
+def stops(
+    engine: QLLMEngine,
+    args: argparse.Namespace,
+    make: MakeDrafter,
+    others_ms: Callable[[], Sequence[float]],
+) -> dict[bool, list[float]]:
+    """Return how long LS arrivals waited for BE requests to stop, in ms, with drafts and without.
+
+    Args:
+        engine: Engine.
+        args: Arguments of the bench.
+        make: Maker of drafters.
+        others_ms: Function that returns further waits so far: those for a draft model.
+    """
+    short = [Case(job.token_ids, 1, GREEDY) for job in make_jobs(9, 40, (8, 8), (1, 1))]
+    waits: dict[bool, list[float]] = {True: [], False: []}
+    for n in range(2 * args.rounds):
+        for arm in (True, False) if n % 2 else (False, True):
+            use(engine, make if arm else None, 8, weighs=False)
+            before, before_others = len(engine.stats()["preempt_latencies_ms"]), len(others_ms())
+            handles = [
+                engine.submit(j.prompt, "BE", j.new, sampling=GREEDY)
+                for j in waiting_jobs(args.seed)
+            ]
+            for case in short:
+                time.sleep(0.02)
+                engine.submit(case.prompt, "LS", 1, sampling=GREEDY).result(60)
+            for handle in handles:
+                handle.cancel()
+                handle.result(60)
+            waits[arm] += engine.stats()["preempt_latencies_ms"][before:]
+            waits[arm] += others_ms()[before_others:]
+    use(engine, None, 0)
+    return waits
+
+
+def stop_row(
+    table: Table,
+    result: dict[str, Any],
+    args: argparse.Namespace,
+    name: str,
+    waits: dict[bool, list[float]],
+    arms: str,
+) -> None:
+    """Add the row of the waits for stops."""
     p99 = {arm: quantile(99)(np.array(found)) for arm, found in waits.items()}
     ratio = p99[True] / p99[False]
-    result["preempt"] = {
+    result[name] = {
         "ratio": round(ratio, 3),
         "ms": [percentiles(waits[arm]) for arm in (True, False)],
         "counts": [len(waits[arm]) for arm in (True, False)],
     }
     enough = min(len(found) for found in waits.values()) >= (5 if args.quick else 50)
     table.add(
-        f"preempt latency p99, rows of 9 over rows of 1 ({len(waits[True])}, {len(waits[False])})",
-        f"{ratio:.2f}", f"<= {REACH['preempt']}", enough and ratio <= REACH["preempt"],
+        f"{name} latency p99, {arms} ({len(waits[True])}, {len(waits[False])})",
+        f"{ratio:.2f}", f"<= {REACH[name]}", enough and ratio <= REACH[name],
     )  # fmt: skip
 
 
@@ -571,7 +642,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=200, help="tokens per answer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rows", default="single,exit,grammar,mixed,preempt")
+    parser.add_argument("--rows", default="single,exit,model,grammar,mixed,preempt")
     parser.add_argument("--vllm", help="Python of an environment with vLLM")
     parser.add_argument("--llama", help="Python of an environment with xllamacpp and gguf")
     parser.add_argument("--quick", action="store_true", help="few tokens: to debug")
@@ -591,7 +662,13 @@ def main() -> None:
             name: getattr(args, name) for name in ("rounds", "new", "seed", "threads", "quick")
         },
     }
-    made = {"single": single_rows, "exit": exit_rows, "mixed": mixed_rows, "preempt": preempt_row}
+    made = {
+        "single": single_rows,
+        "exit": exit_rows,
+        "model": model_rows,
+        "mixed": mixed_rows,
+        "preempt": preempt_row,
+    }
     for name in rows:
         if name == "grammar":
             grammar_row(args, table, result)
