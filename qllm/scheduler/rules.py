@@ -146,8 +146,9 @@ def _broken_swap(
 def _broken_row(row: Row, request: Request, num_layers: int) -> str | None:
     _, lo, hi, start, end = row
     front = request.frontier
-    if 0 < request.exit_layer == end and request.draft_row == (lo, hi, start):
-        return None
+    is_draft = request.draft_row == (lo, hi, start)
+    if is_draft and (end == request.exit_layer or request.num_swapped_tokens):
+        return None  # after a swap the row gets the right end (`acquire`)
     if front is not None and front.lo > request.num_computed_tokens:
         return f"planned {row}, but the next row is {request.draft_row}: a draft row (I2)"
     if front is not None:

@@ -46,6 +46,8 @@ from tests.support.scheduling import (
     shipped,
     test_a_cancelled_request_ends_at_once_and_gives_back_its_blocks,  # noqa: F401
     test_a_parked_program_does_every_unit_once,  # noqa: F401
+    test_a_paused_request_keeps_no_other_from_drafting,  # noqa: F401
+    test_a_request_that_drafts_may_be_swapped_out,  # noqa: F401
     test_a_row_with_drafts_is_no_longer_than_a_step,  # noqa: F401
     test_all_blocks_come_back,  # noqa: F401
     test_an_admitted_be_request_never_stalls_longer_than_its_bound,  # noqa: F401

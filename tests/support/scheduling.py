@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from qllm.drafters.exit import Exit
 from qllm.drafters.protocol import DraftRequest
-from qllm.ingress import InprocIngress, StopWord
+from qllm.ingress import InprocIngress, StopWord, Update
 from qllm.plan import ANY_ARRIVAL, NO_CUTS, NO_STOP, CutRule, Plan, Row
 from qllm.policy import View, next_row
 from qllm.record import trace
@@ -23,7 +23,7 @@ from qllm.sim.check import overload as overloaded_world
 from qllm.sim.check import watch
 from qllm.sim.runner import SimCosts, SimRunner, VirtualClock
 from qllm.sim.world import LIMITS, SHAPE, World
-from qllm.types import NS_PER_MS, Cap, FinishReason, Grain, Priority
+from qllm.types import NS_PER_MS, Cap, Evict, FinishReason, Grain, Priority
 from qllm_policies.chunked import Chunked
 from qllm_policies.chunked_priority import ChunkedPriority
 from qllm_policies.edf import Edf
@@ -481,6 +481,54 @@ def test_draft_rows_lose_no_layer_when_ls_comes() -> None:
     world.run()
     finished_well(world)
     assert world.metrics[batch].preempt_recomputed_tokens == 0
+
+
+@pytest.mark.parametrize("policy", [Fcfs(), Qllm(), Layered(group_tokens=30)], ids=type)
+def test_a_request_that_drafts_may_be_swapped_out(policy: Any) -> None:
+    """Before, in and after a draft row. It verifies what it has drafted when it comes back."""
+    seen = set()
+    for num_steps, boundaries in [(n, b) for n in range(2, 6) for b in (1, 3, 5, 7)]:
+        limits = replace(LIMITS, num_swap_blocks=99, block_size=4)
+        world = World(policy, limits)
+        draft(world, 1.0, 4, exit_layer=2)
+        one, other = world.submit(BE, 20, 20), world.submit(BE, 9, 40)
+        for _ in range(num_steps):
+            world.step()
+        alarm_after(world, boundaries)
+        world.step()
+        world.on_boundary = None
+        request = world.scheduler.requests[one]
+        seen.add((request.exit_layer, request.num_drafts))
+        for effect in world.scheduler.evict(one, other, Evict.SWAP):
+            world.loop.effects.apply(effect)
+        drafted = len(events(world, trace.Drafted))
+        while request.num_swapped_tokens:
+            world.step()
+            work_is_exact(world)
+        assert request.num_drafts == request.most_drafts
+        assert drafted
+        world.run()
+        finished_well(world)
+        assert not world.loop.policy_errors
+        assert not events(world, trace.Evicted)
+        assert world.metrics[one].preempt_recomputed_tokens == 0
+    assert len(seen) > 2
+
+
+def test_a_paused_request_keeps_no_other_from_drafting() -> None:
+    world = World(Fcfs())
+    draft(world, 1.0, 4, exit_layer=1, weighs=True)
+    paused, other = world.submit(BE, 20, 60), world.submit(BE, 20, 60)
+    for _ in range(6):
+        world.step()
+    assert not events(world, trace.Drafted)
+    world.ingress.put_at(world.clock.at_ns, Update(paused, None, True))
+    for _ in range(40):
+        world.step()
+    assert {e.request_id for e in events(world, trace.Drafted)} == {other}
+    world.ingress.put_at(world.clock.at_ns, Update(paused, None, False))
+    world.run()
+    finished_well(world)
 
 
 def test_be_drafts_nothing_while_ls_decodes() -> None:
