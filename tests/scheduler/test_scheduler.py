@@ -47,6 +47,7 @@ from tests.support.scheduling import (
     test_a_cancelled_request_ends_at_once_and_gives_back_its_blocks,  # noqa: F401
     test_a_parked_program_does_every_unit_once,  # noqa: F401
     test_a_paused_request_keeps_no_other_from_drafting,  # noqa: F401
+    test_a_policy_may_end_drafts_early,  # noqa: F401
     test_a_request_that_drafts_may_be_swapped_out,  # noqa: F401
     test_a_row_with_drafts_is_no_longer_than_a_step,  # noqa: F401
     test_all_blocks_come_back,  # noqa: F401

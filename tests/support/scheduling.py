@@ -17,7 +17,7 @@ from qllm.drafters.exit import Exit
 from qllm.drafters.protocol import DraftRequest
 from qllm.ingress import InprocIngress, StopWord, Update
 from qllm.plan import ANY_ARRIVAL, NO_CUTS, NO_STOP, CutRule, Plan, Row
-from qllm.policy import View, next_row
+from qllm.policy import RequestView, View, next_row
 from qllm.record import trace
 from qllm.sim.check import overload as overloaded_world
 from qllm.sim.check import watch
@@ -100,6 +100,27 @@ class Fuzz:
             wait_until_ns=view.now_ns + NS_PER_MS,
             drop=tuple(i for i in held if r.random() < 0.003),
         )
+
+
+class Early(Fuzz):
+    """`Fuzz`, but a request may verify before it has drafted all, or not draft at all."""
+
+    num_early = 0
+
+    def plan(self, view: View) -> Plan:
+        plan = super().plan(view)
+        return replace(plan, rows=tuple([self.earlier(view.by_id[r[0]], r) for r in plan.rows]))
+
+    def earlier(self, request: RequestView, row: Row) -> Row:
+        front = request.frontier
+        is_begun = front is not None and front.lo == request.num_computed_tokens
+        is_free = request.is_decoding and request.frame_id is None
+        if request.draft_row is None or not is_free or self.r.random() < 0.5:
+            return row
+        if front is None:
+            return row._replace(end_layer=LAYERS)
+        self.num_early += is_begun and front.layer == request.exit_layer
+        return Row(row.request_id, *front, LAYERS) if is_begun else row
 
 
 def shipped() -> list[Any]:
@@ -334,10 +355,28 @@ def test_drafts_give_every_request_its_tokens(seed: int, share: float, exit_laye
     assert (world.runner.rejected_work > 0) is (share < 1)
 
 
-def test_drafts_take_no_kv_from_others() -> None:
+@pytest.mark.parametrize("seed", range(8))
+def test_a_policy_may_end_drafts_early(seed: int) -> None:
+    policy = Early(seed)
+    world = World(policy, replace(LIMITS, num_blocks=40, max_num_seqs=3))
+    draft(world, 0.8, 4, exit_layer=1)
+    for n in range(4):
+        world.submit([0, 3, 10][n % 3], 20 * n + 5, 30)
+    while not world.idle:
+        world.step()
+        work_is_exact(world)
+        assert world.clock.at_ns < 10**12
+    finished_well(world)
+    assert not world.loop.policy_errors
+    assert policy.num_early > 5
+
+
+@pytest.mark.parametrize("exit_layer", [0, 1])
+@pytest.mark.parametrize("num_blocks", range(9, 14))
+def test_drafts_take_no_kv_from_others(num_blocks: int, exit_layer: int) -> None:
     """Two requests fill the pool. Their drafts have no room, and no request is evicted for them."""
-    world = World(Eager(), replace(LIMITS, num_blocks=10))
-    draft(world, 0.6, 16)
+    world = World(Eager(), replace(LIMITS, num_blocks=num_blocks))
+    draft(world, 0.6, 16, exit_layer=exit_layer)
     for _ in range(2):
         world.submit(BE, 40, 30)
     world.run(400)
@@ -502,6 +541,8 @@ def test_a_request_that_drafts_may_be_swapped_out(policy: Any) -> None:
         for effect in world.scheduler.evict(one, other, Evict.SWAP):
             world.loop.effects.apply(effect)
         drafted = len(events(world, trace.Drafted))
+        if request.frontier is not None:
+            assert request.num_drafts == request.frontier.hi - request.num_tokens
         while request.num_swapped_tokens:
             world.step()
             work_is_exact(world)
