@@ -239,7 +239,8 @@ def _check_kv(
             raise InvariantError(f"request {request_id} says frame {request.frame_id}")
         if request.frontier and not (request.block_table or request.num_swapped_tokens):
             raise InvariantError(f"request {request_id} has a frontier and no KV")
-        if request.num_drafts and not (request.frontier or request.is_decoding):
+        has_drafts = request.num_drafts or request.exit_layer
+        if has_drafts and not (request.frontier or request.is_decoding):
             raise InvariantError(f"request {request_id} has drafts and does not decode")
         table = request.block_table
         elsewhere = 0 if table else max(request.num_found_tokens, request.num_swapped_tokens)

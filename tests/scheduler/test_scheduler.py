@@ -58,6 +58,7 @@ from tests.support.scheduling import (
     test_be_drafts_nothing_while_ls_decodes,  # noqa: F401
     test_be_rides_along_no_longer_than_its_share,  # noqa: F401
     test_chunks_end_on_cuts_in_the_batch_invariant_mode,  # noqa: F401
+    test_draft_rows_have_their_kv_before_they_begin,  # noqa: F401
     test_draft_rows_lose_no_layer_when_ls_comes,  # noqa: F401
     test_draft_rows_that_do_not_pay_become_few,  # noqa: F401
     test_drafts_count_in_the_tokens_of_a_step,  # noqa: F401

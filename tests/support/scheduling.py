@@ -471,6 +471,25 @@ def test_wrong_drafts_take_no_kv_that_a_new_prompt_needs(prompt: int) -> None:
     assert not events(world, trace.Evicted)
 
 
+@pytest.mark.parametrize("num_left", [0, 1])
+def test_draft_rows_have_their_kv_before_they_begin(num_left: int) -> None:
+    """A BE prompt takes the free blocks, at any moment. No draft row takes blocks from it."""
+    for num_steps in range(2, 26):
+        world = World(Eager(), replace(LIMITS, num_blocks=9))
+        draft(world, 0.0, 8, exit_layer=1)
+        chat = world.submit(LS, 8, 24)
+        for _ in range(num_steps):
+            world.step()
+        assert world.scheduler.requests[chat].num_tokens < 12, "without drafts, one block is enough"
+        free = 16 * (world.scheduler.pool.num_free - num_left)
+        world.submit(BE, free - 3, 3)
+        while not world.finished:
+            world.step()
+        assert not events(world, trace.Evicted), num_steps
+        world.run()
+        finished_well(world)
+
+
 def test_rows_draft_only_for_a_request_that_decodes_alone() -> None:
     """When another begins to decode, the first verifies what it has drafted, and drafts no more."""
     world = World(Fcfs())
