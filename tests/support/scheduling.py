@@ -591,6 +591,18 @@ def test_a_paused_request_keeps_no_other_from_drafting() -> None:
     finished_well(world)
 
 
+def test_a_stop_at_every_boundary_loses_no_draft() -> None:
+    """A draft row that waits for HEAD still chooses its token."""
+    world = World(Qllm())
+    draft(world, 1.0, 4, exit_layer=1)
+    world.submit(BE, 20, 41)
+    while not world.idle:
+        alarm_after(world, 1)
+        world.step()
+    finished_well(world)
+    assert [e.num_drafts for e in events(world, trace.Verified)] == 8 * [4]
+
+
 def test_be_drafts_nothing_while_ls_decodes() -> None:
     world = World(Fcfs())
     draft(world, 1.0, 4)
