@@ -49,8 +49,8 @@ from tests.support.scheduling import (
     test_a_paused_request_keeps_no_other_from_drafting,  # noqa: F401
     test_a_policy_may_end_drafts_early,  # noqa: F401
     test_a_request_that_drafts_may_be_swapped_out,  # noqa: F401
-    test_a_stop_at_every_boundary_loses_no_draft,  # noqa: F401
     test_a_row_with_drafts_is_no_longer_than_a_step,  # noqa: F401
+    test_a_stop_at_every_boundary_loses_no_draft,  # noqa: F401
     test_all_blocks_come_back,  # noqa: F401
     test_an_admitted_be_request_never_stalls_longer_than_its_bound,  # noqa: F401
     test_an_ls_arrival_stops_be_inside_the_layer,  # noqa: F401
