@@ -254,7 +254,8 @@ class Drafts:
 
     def _alone(self, admitted: Sequence["Live"], decoding: Sequence["Live"]) -> Sequence["Live"]:
         """Return the requests whose rows may draft, and let the others verify what they drafted."""
-        if not self._weighs or sum(one.request.is_decoding for one in admitted) < 2:
+        running = [x for x in admitted if x.request.is_decoding and not x.request.is_hidden]
+        if not self._weighs or len(running) < 2:
             return decoding
         for one in admitted:
             if one.request.exit_layer:

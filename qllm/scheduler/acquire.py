@@ -107,7 +107,7 @@ def _give(
             continue
         _take(scheduler, request, shared.pop(row.request_id, []), need, now_ns, owed)
         if request.is_decoding:
-            is_draft = request.draft_row is not None
+            is_draft = request.draft_row == row[1:4]
             end = request.exit_layer if is_draft else scheduler.shape.num_layers
             row = row._replace(end_layer=end)
         kept.append(row)

@@ -64,7 +64,7 @@ class Request:
     frame_id: FrameId | None = None
     """The parked frame that contains the request's row; None without a row."""
     is_draft_parked: bool = False
-    """True if the row in the parked frame is a draft row."""
+    """True if the row that is part-way is a draft row in a parked frame."""
     served_ns: int = 0
     """Total time of runs with a row of this request."""
     last_progress_ns: int = 0
@@ -135,7 +135,7 @@ class Request:
             return None
         if front is None:
             return Frontier(self.num_computed_tokens, self.num_tokens, 0)
-        if front.layer < layer or (self.is_draft_parked and self.frame_id is not None):
+        if front.layer < layer or self.is_draft_parked:
             return front
         if front.layer == layer and front.hi < self.num_tokens + self.num_drafts:
             return Frontier(front.hi, front.hi + 1, 0)
@@ -211,7 +211,7 @@ class Request:
 
         The hidden states of a finished draft row are added to those of the draft rows before it.
         """
-        self.frame_id = None
+        self.frame_id, self.is_draft_parked = None, False
         if frontier.layer == self.exit_layer:
             frontier = frontier._replace(lo=self.num_computed_tokens)
         self.frontier = frontier
@@ -269,10 +269,14 @@ class Request:
         self.found_pages, self.num_swapped_tokens = pages, 0
 
     def swap_out(self) -> None:
-        """Record that all KV is swapped out, including that of the unfinished row, which stays."""
+        """Record that all KV is swapped out, including that of the unfinished row, which stays.
+
+        The request gets no blocks for further drafts when it comes back, so it drafts no more.
+        """
         self.frame_id = None
         if self.frontier is None:
             self._drop_row()
+        self.end_drafting()
         self.found_pages, self.num_shared_tokens = (), 0
         self.num_swapped_tokens = self.num_written_tokens
 

@@ -146,8 +146,9 @@ def _broken_swap(
 def _broken_row(row: Row, request: Request, num_layers: int) -> str | None:
     _, lo, hi, start, end = row
     front = request.frontier
-    if 0 < request.exit_layer == end and request.draft_row == (lo, hi, start):
-        return None
+    is_draft = request.draft_row == (lo, hi, start)
+    if is_draft and (end == request.exit_layer or request.num_swapped_tokens):
+        return None  # after a swap the row gets the right end (`acquire`)
     if front is not None and front.lo > request.num_computed_tokens:
         return f"planned {row}, but the next row is {request.draft_row}: a draft row (I2)"
     if front is not None:
@@ -238,7 +239,8 @@ def _check_kv(
             raise InvariantError(f"request {request_id} says frame {request.frame_id}")
         if request.frontier and not (request.block_table or request.num_swapped_tokens):
             raise InvariantError(f"request {request_id} has a frontier and no KV")
-        if request.num_drafts and not (request.frontier or request.is_decoding):
+        has_drafts = request.num_drafts or request.exit_layer
+        if has_drafts and not (request.frontier or request.is_decoding):
             raise InvariantError(f"request {request_id} has drafts and does not decode")
         table = request.block_table
         elsewhere = 0 if table else max(request.num_found_tokens, request.num_swapped_tokens)

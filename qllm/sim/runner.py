@@ -366,7 +366,7 @@ class SimRunner:
             lost = (hi - request.num_computed) * num_layers
             request.layer_work -= lost
             self.rejected_work += lost
-            if lost:
+            if samples:  # rejected drafts, and drafts that no row chose
                 num = self.shape.blocks_for(request.num_tokens, self._block_size)
                 self._give_back(request_id, num)
         return out

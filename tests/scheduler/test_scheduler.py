@@ -46,7 +46,11 @@ from tests.support.scheduling import (
     shipped,
     test_a_cancelled_request_ends_at_once_and_gives_back_its_blocks,  # noqa: F401
     test_a_parked_program_does_every_unit_once,  # noqa: F401
+    test_a_paused_request_keeps_no_other_from_drafting,  # noqa: F401
+    test_a_policy_may_end_drafts_early,  # noqa: F401
+    test_a_request_that_drafts_may_be_swapped_out,  # noqa: F401
     test_a_row_with_drafts_is_no_longer_than_a_step,  # noqa: F401
+    test_a_stop_at_every_boundary_loses_no_draft,  # noqa: F401
     test_all_blocks_come_back,  # noqa: F401
     test_an_admitted_be_request_never_stalls_longer_than_its_bound,  # noqa: F401
     test_an_ls_arrival_stops_be_inside_the_layer,  # noqa: F401
@@ -55,6 +59,7 @@ from tests.support.scheduling import (
     test_be_drafts_nothing_while_ls_decodes,  # noqa: F401
     test_be_rides_along_no_longer_than_its_share,  # noqa: F401
     test_chunks_end_on_cuts_in_the_batch_invariant_mode,  # noqa: F401
+    test_draft_rows_have_their_kv_before_they_begin,  # noqa: F401
     test_draft_rows_lose_no_layer_when_ls_comes,  # noqa: F401
     test_draft_rows_that_do_not_pay_become_few,  # noqa: F401
     test_drafts_count_in_the_tokens_of_a_step,  # noqa: F401

@@ -15,15 +15,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from qllm.drafters.exit import Exit
 from qllm.drafters.protocol import DraftRequest
-from qllm.ingress import InprocIngress, StopWord
+from qllm.ingress import InprocIngress, StopWord, Update
 from qllm.plan import ANY_ARRIVAL, NO_CUTS, NO_STOP, CutRule, Plan, Row
-from qllm.policy import View, next_row
+from qllm.policy import RequestView, View, next_row
 from qllm.record import trace
 from qllm.sim.check import overload as overloaded_world
 from qllm.sim.check import watch
 from qllm.sim.runner import SimCosts, SimRunner, VirtualClock
 from qllm.sim.world import LIMITS, SHAPE, World
-from qllm.types import NS_PER_MS, Cap, FinishReason, Grain, Priority
+from qllm.types import NS_PER_MS, Cap, Evict, FinishReason, Grain, Priority
 from qllm_policies.chunked import Chunked
 from qllm_policies.chunked_priority import ChunkedPriority
 from qllm_policies.edf import Edf
@@ -100,6 +100,27 @@ class Fuzz:
             wait_until_ns=view.now_ns + NS_PER_MS,
             drop=tuple(i for i in held if r.random() < 0.003),
         )
+
+
+class Early(Fuzz):
+    """`Fuzz`, but a request may verify before it has drafted all, or not draft at all."""
+
+    num_early = 0
+
+    def plan(self, view: View) -> Plan:
+        plan = super().plan(view)
+        return replace(plan, rows=tuple([self.earlier(view.by_id[r[0]], r) for r in plan.rows]))
+
+    def earlier(self, request: RequestView, row: Row) -> Row:
+        front = request.frontier
+        is_begun = front is not None and front.lo == request.num_computed_tokens
+        is_free = request.is_decoding and request.frame_id is None
+        if request.draft_row is None or not is_free or self.r.random() < 0.5:
+            return row
+        if front is None:
+            return row._replace(end_layer=LAYERS)
+        self.num_early += is_begun and front.layer == request.exit_layer
+        return Row(row.request_id, *front, LAYERS) if is_begun else row
 
 
 def shipped() -> list[Any]:
@@ -337,10 +358,28 @@ def test_drafts_give_every_request_its_tokens(
     assert (world.runner.rejected_work > 0) is (share < 1)
 
 
-def test_drafts_take_no_kv_from_others() -> None:
+@pytest.mark.parametrize("seed", range(8))
+def test_a_policy_may_end_drafts_early(seed: int) -> None:
+    policy = Early(seed)
+    world = World(policy, replace(LIMITS, num_blocks=40, max_num_seqs=3))
+    draft(world, 0.8, 4, exit_layer=1)
+    for n in range(4):
+        world.submit([0, 3, 10][n % 3], 20 * n + 5, 30)
+    while not world.idle:
+        world.step()
+        work_is_exact(world)
+        assert world.clock.at_ns < 10**12
+    finished_well(world)
+    assert not world.loop.policy_errors
+    assert policy.num_early > 5
+
+
+@pytest.mark.parametrize("exit_layer", [0, 1])
+@pytest.mark.parametrize("num_blocks", range(9, 14))
+def test_drafts_take_no_kv_from_others(num_blocks: int, exit_layer: int) -> None:
     """Two requests fill the pool. Their drafts have no room, and no request is evicted for them."""
-    world = World(Eager(), replace(LIMITS, num_blocks=10))
-    draft(world, 0.6, 16)
+    world = World(Eager(), replace(LIMITS, num_blocks=num_blocks))
+    draft(world, 0.6, 16, exit_layer=exit_layer)
     for _ in range(2):
         world.submit(BE, 40, 30)
     world.run(400)
@@ -435,6 +474,25 @@ def test_wrong_drafts_take_no_kv_that_a_new_prompt_needs(prompt: int) -> None:
     assert not events(world, trace.Evicted)
 
 
+@pytest.mark.parametrize("num_left", [0, 1])
+def test_draft_rows_have_their_kv_before_they_begin(num_left: int) -> None:
+    """A BE prompt takes the free blocks, at any moment. No draft row takes blocks from it."""
+    for num_steps in range(2, 26):
+        world = World(Eager(), replace(LIMITS, num_blocks=9))
+        draft(world, 0.0, 8, exit_layer=1)
+        chat = world.submit(LS, 8, 24)
+        for _ in range(num_steps):
+            world.step()
+        assert world.scheduler.requests[chat].num_tokens < 12, "without drafts, one block is enough"
+        free = 16 * (world.scheduler.pool.num_free - num_left)
+        world.submit(BE, free - 3, 3)
+        while not world.finished:
+            world.step()
+        assert not events(world, trace.Evicted), num_steps
+        world.run()
+        finished_well(world)
+
+
 def test_rows_draft_only_for_a_request_that_decodes_alone() -> None:
     """When another begins to decode, the first verifies what it has drafted, and drafts no more."""
     world = World(Fcfs())
@@ -484,6 +542,68 @@ def test_draft_rows_lose_no_layer_when_ls_comes() -> None:
     world.run()
     finished_well(world)
     assert world.metrics[batch].preempt_recomputed_tokens == 0
+
+
+@pytest.mark.parametrize("policy", [Fcfs(), Qllm(), Layered(group_tokens=30)], ids=type)
+def test_a_request_that_drafts_may_be_swapped_out(policy: Any) -> None:
+    """Before, in and after a draft row. It verifies what it has drafted when it comes back."""
+    seen = set()
+    for num_steps, boundaries in [(n, b) for n in range(2, 6) for b in (1, 3, 5, 7)]:
+        limits = replace(LIMITS, num_swap_blocks=99, block_size=4)
+        world = World(policy, limits)
+        draft(world, 1.0, 4, exit_layer=2)
+        one, other = world.submit(BE, 20, 20), world.submit(BE, 9, 40)
+        for _ in range(num_steps):
+            world.step()
+        alarm_after(world, boundaries)
+        world.step()
+        world.on_boundary = None
+        request = world.scheduler.requests[one]
+        seen.add((request.exit_layer, request.num_drafts))
+        for effect in world.scheduler.evict(one, other, Evict.SWAP):
+            world.loop.effects.apply(effect)
+        drafted = len(events(world, trace.Drafted))
+        if request.frontier is not None:
+            assert request.num_drafts == request.frontier.hi - request.num_tokens
+        while request.num_swapped_tokens:
+            world.step()
+            work_is_exact(world)
+        assert request.num_drafts == request.most_drafts
+        assert drafted
+        world.run()
+        finished_well(world)
+        assert not world.loop.policy_errors
+        assert not events(world, trace.Evicted)
+        assert world.metrics[one].preempt_recomputed_tokens == 0
+    assert len(seen) > 2
+
+
+def test_a_paused_request_keeps_no_other_from_drafting() -> None:
+    world = World(Fcfs())
+    draft(world, 1.0, 4, exit_layer=1, weighs=True)
+    paused, other = world.submit(BE, 20, 60), world.submit(BE, 20, 60)
+    for _ in range(6):
+        world.step()
+    assert not events(world, trace.Drafted)
+    world.ingress.put_at(world.clock.at_ns, Update(paused, None, True))
+    for _ in range(40):
+        world.step()
+    assert {e.request_id for e in events(world, trace.Drafted)} == {other}
+    world.ingress.put_at(world.clock.at_ns, Update(paused, None, False))
+    world.run()
+    finished_well(world)
+
+
+def test_a_stop_at_every_boundary_loses_no_draft() -> None:
+    """A draft row that waits for HEAD still chooses its token."""
+    world = World(Qllm())
+    draft(world, 1.0, 4, exit_layer=1)
+    world.submit(BE, 20, 41)
+    while not world.idle:
+        alarm_after(world, 1)
+        world.step()
+    finished_well(world)
+    assert [e.num_drafts for e in events(world, trace.Verified)] == 8 * [4]
 
 
 def test_be_drafts_nothing_while_ls_decodes() -> None:
