@@ -21,6 +21,7 @@ from qllm.drafters.protocol import Drafter, DraftRequest, MakeDrafter, TokenIds
 from qllm.engine.costs import blend
 from qllm.engine.protocol import Deciding
 from qllm.errors import contained, shown, told
+from qllm.plan import Row
 from qllm.policy import CostTable
 from qllm.record import trace
 from qllm.runner.protocol import Runner
@@ -183,7 +184,8 @@ class Drafts:
         if self._exit_layer and elapsed_ns is not None:
             self._exit_costs.ran(program, elapsed_ns)
         for r in program.exits:
-            self._drafted(program.request_ids[r], is_asked=program.samples[r] > 0)
+            if program.samples[r]:
+                self._drafted(program.rows[r])
         chosen = Counter([token.request_id for token in sampled])
         for token in sampled:
             if (drafting := self._drafting.get(token.request_id)) is not None:
@@ -262,10 +264,15 @@ class Drafts:
                 self._scheduler.draft(one.request.request_id, 0)
         return ()
 
-    def _drafted(self, request_id: RequestId, *, is_asked: bool) -> None:
-        """Take the token that a draft row chose, or let the request verify its drafts."""
-        drafting = self._drafting.get(request_id)
-        if drafting is None or not is_asked:
+    def _drafted(self, row: Row) -> None:
+        """Take the token that a draft row chose, or let the request verify its drafts.
+
+        A row that left its frame before HEAD chose none.
+        """
+        request_id = row.request_id
+        drafting, request = self._drafting.get(request_id), self._scheduler.requests.get(request_id)
+        front = None if request is None else request.frontier
+        if drafting is None or front is None or front[1:] != (row.hi, row.end_layer):
             return
         guess = self._runner.guess(request_id)
         if guess is None or guess in drafting.stop_ids or not self._scheduler.add_draft(request_id):

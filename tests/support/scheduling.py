@@ -459,11 +459,12 @@ def test_a_row_with_drafts_is_no_longer_than_a_step() -> None:
     assert max(found) == 8
 
 
+@pytest.mark.parametrize("exit_layer", [0, 1, LAYERS - 1])
 @pytest.mark.parametrize("prompt", [68, 72, 76, 80])
-def test_wrong_drafts_take_no_kv_that_a_new_prompt_needs(prompt: int) -> None:
+def test_wrong_drafts_take_no_kv_that_a_new_prompt_needs(prompt: int, exit_layer: int) -> None:
     """Rejected drafts give back their blocks, and drafts get none that others would lose."""
     world = World(Eager(), replace(LIMITS, num_blocks=30, block_size=4))
-    draft(world, 0.0, 8)
+    draft(world, 0.0, 8, exit_layer=exit_layer)
     world.submit(5, 8, 30)
     world.submit(BE, 8, 30)
     for _ in range(10):
