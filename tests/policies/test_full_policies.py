@@ -27,7 +27,7 @@ from qllm_policies.laps import Laps
 from qllm_policies.mlfq import Mlfq
 from qllm_policies.parts import behind_all, fill
 from qllm_policies.rota import Rota
-from tests.support.scheduling import SHARES, Machine
+from tests.support.scheduling import LAYERS, SHARES, Machine
 
 LS, BE = Priority.LS, Priority.BE
 FULL = ["flow", "laps", "mlfq", "rota"]
@@ -170,6 +170,7 @@ class FullMachine(Machine):
         exact=st.booleans(),
         share=st.sampled_from(SHARES),
         most=st.integers(1, 16),
+        exit_layer=st.integers(0, LAYERS - 1),
     )
     def start(self, policy: Any, **how: Any) -> None:
         fresh = load_policy(policy) if isinstance(policy, str) else copy.deepcopy(policy)

@@ -324,7 +324,12 @@ def test_a_look_knows_what_was_parked_before_it() -> None:
         frames={7: frame}, pool=SimpleNamespace(num_free=3), be_share=BE_SHARE
     )
     loop: Any = SimpleNamespace(
-        now_ns=lambda: ms(9), listeners=(), live={}, scheduler=scheduler, num_preemptions=0
+        now_ns=lambda: ms(9),
+        listeners=(),
+        live={},
+        scheduler=scheduler,
+        num_preemptions=0,
+        drafts=None,
     )
     config: Any = SimpleNamespace(num_blocks=8, max_segment_ms=1, min_be_share=0)
     runner: Any = SimpleNamespace(
@@ -347,6 +352,7 @@ def test_a_look_just_before_the_watch_leaves_keeps_it_on() -> None:
         live={},
         scheduler=SimpleNamespace(frames={}, pool=SimpleNamespace(num_free=3), be_share=BE_SHARE),
         num_preemptions=0,
+        drafts=None,
     )
     config: Any = SimpleNamespace(num_blocks=8, max_segment_ms=1, min_be_share=0)
     runner: Any = SimpleNamespace(
