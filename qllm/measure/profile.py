@@ -356,7 +356,8 @@ class _Probe:
         head, rule = self._runner.backend.compute.head, self._runner.parts.logit_rule
         x_TD = head.norm(x_TD)
         num = x_TD.shape[0]
-        peak_T, sum_T = torch.full((num,), -math.inf), torch.full((num,), -math.inf)
+        peak_T = torch.full((num,), -math.inf, dtype=torch.float32)
+        sum_T = peak_T.clone()
         best_T = torch.zeros(num, dtype=torch.int64)
         for block in range(head.num_blocks):
             logits_TV = head(x_TD, block)
