@@ -399,3 +399,31 @@ def test_a_tiny_penalty_gives_a_token_of_the_vocabulary(penalty: float, top_p: f
     for sampling in (asked, asked_more):
         token = sample_one([1.0, 2.0, -3.0, 0.5], sampling, prompt=(0, 1), outputs=(1,)).token_id
         assert token in (0, 1)
+
+
+GUESSED = {
+    "greedy": SamplingParams(temperature=0),
+    "seeded": SamplingParams(temperature=0.9, seed=3),
+    "cut": SamplingParams(temperature=1.2, top_k=9, top_p=0.8, min_p=0.02, seed=4, logprobs=3),
+    "penalties": SamplingParams(temperature=0.7, seed=5, repetition_penalty=1.4, logprobs=0),
+    "bias": SamplingParams(temperature=0, logit_bias={7: 9.0}),
+}
+
+
+@pytest.mark.parametrize("kind", GUESSED)
+def test_a_draft_is_the_token_that_the_same_logits_would_give(kind: str) -> None:
+    """It has the random number of its position, and sees the answer so far."""
+    sampler = Sampler()
+    sampler.add(7, GUESSED[kind], (1, 2, 3))
+    for n in range(40):
+        logits, outputs = rows(1, 50, n), [[(5 * n + k) % 50 for k in range(n % 7)]]
+        (token,) = sampler.sample(logits, [7], [n], outputs)
+        assert sampler.guess(logits, [7], [n], outputs) == [token.token_id]
+
+
+def test_broken_logits_give_no_draft() -> None:
+    sampler = Sampler()
+    sampler.add(7, GUESSED["seeded"], ())
+    logits = rows(1, 50)
+    logits[0, 4] = math.nan
+    assert sampler.guess(logits, [7], [0], [[]]) == [None]
