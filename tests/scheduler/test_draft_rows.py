@@ -1,0 +1,127 @@
+"""Draft rows, one state at a time: a request with ten known tokens, and rows through two layers."""
+
+from typing import Any
+
+import pytest
+
+from qllm.engine.drafts import _ExitCosts
+from qllm.plan import NO_CUTS, ModelShape, Plan, Row
+from qllm.policy import CostTable, decode_tokens
+from qllm.scheduler.compile import compile_program
+from qllm.scheduler.program import Index, OpKind, Program
+from qllm.scheduler.request import Request
+from qllm.scheduler.rules import _broken_row
+from qllm.types import Frontier
+
+EXIT, LAYERS = 2, 4
+SHAPE = ModelShape(LAYERS, 4, 2, (True,) * LAYERS, 64, 64)
+
+
+def decoding(**more: Any) -> Request:
+    """A request that decodes token 9, and whose rows draft up to two tokens."""
+    request = Request(
+        request_id=1, priority=0, arrival_ns=0, num_prompt_tokens=8, max_tokens=30, num_tokens=10,
+        num_computed_tokens=9, block_table=[0], exit_layer=EXIT, most_drafts=2,
+    )  # fmt: skip
+    for name, value in more.items():
+        setattr(request, name, value)
+    return request
+
+
+def made(rows: list[Row], samples: list[int], exits: tuple[int, ...] = ()) -> Program:
+    plan = Plan(rows=tuple(rows))
+    return compile_program(
+        plan, frame_id=1, samples=samples, shape=SHAPE, cuts=NO_CUTS, exits=exits
+    )
+
+
+def test_each_token_has_a_draft_row_and_then_all_are_verified() -> None:
+    request, seen = decoding(), []
+    for _ in range(3):
+        front = request.draft_row
+        assert front is not None
+        row = Row(1, *front, EXIT)
+        seen.append((front, request.samples_of(row)))
+        request.leave_frame(Frontier(row.lo, row.hi, EXIT))
+        if seen[-1][1]:
+            assert request.add_draft()
+    assert seen == [((9, 10, 0), 1), ((10, 11, 0), 1), ((11, 12, 0), 0)]
+    assert (request.draft_row, request.frontier) == (None, (9, 12, EXIT))
+    assert request.samples_of(Row(1, 9, 12, EXIT, LAYERS)) == 3
+    request.commit(12, 5, 2)
+    assert (request.num_computed_tokens, request.num_tokens) == (11, 12)
+    assert (request.exit_layer, request.most_drafts, request.num_drafts) == (0, 0, 0)
+    assert request.draft_row is request.frontier is None
+
+
+@pytest.mark.parametrize(
+    ("front", "num_drafts", "left", "then"),
+    [
+        (None, 0, 0, None),
+        (Frontier(9, 10, EXIT), 1, 0, None),
+        (Frontier(9, 11, EXIT), 2, 1, None),
+        (Frontier(9, 11, EXIT), 1, 1, None),
+        (Frontier(10, 11, 1), 1, 1, Frontier(10, 11, 1)),
+        (Frontier(9, 10, 1), 0, 0, Frontier(9, 10, 1)),
+    ],
+)
+def test_a_request_that_drafts_no_more_verifies_what_has_passed_the_layers(
+    front: Frontier | None, num_drafts: int, left: int, then: Frontier | None
+) -> None:
+    request = decoding(frontier=front, num_drafts=num_drafts)
+    request.end_drafting()
+    assert (request.num_drafts, request.draft_row) == (left, then)
+    assert not request.add_draft()
+    assert (request.exit_layer == 0) is (front is None)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (Row(1, 10, 11, 1, EXIT), None),
+        (Row(1, 10, 11, 1, LAYERS), "a draft row"),
+        (Row(1, 10, 11, 1, EXIT + 1), "a draft row"),
+        (Row(1, 9, 11, EXIT, LAYERS), "a draft row"),
+    ],
+)
+def test_a_draft_row_that_is_part_way_ends_at_its_layer(row: Row, said: str | None) -> None:
+    found = _broken_row(row, decoding(frontier=Frontier(10, 11, 1), num_drafts=1), LAYERS)
+    assert found is None if said is None else found is not None and said in found
+
+
+def test_drafts_may_be_verified_early() -> None:
+    request = decoding(frontier=Frontier(9, 10, EXIT), num_drafts=1)
+    assert _broken_row(Row(1, 9, 10, EXIT, LAYERS), request, LAYERS) is None
+    assert _broken_row(Row(1, 10, 11, 0, EXIT), request, LAYERS) is None
+    assert _broken_row(Row(1, 10, 11, 0, LAYERS), request, LAYERS) is not None
+
+
+def test_a_draft_row_is_one_token_of_a_step() -> None:
+    assert decode_tokens([decoding()]) == 1
+    assert decode_tokens([decoding(frontier=Frontier(9, 11, EXIT), num_drafts=2)]) == 1
+    assert decode_tokens([decoding(frontier=Frontier(9, 12, EXIT), num_drafts=2)]) == 3
+
+
+def test_head_takes_draft_rows_that_choose_a_token() -> None:
+    rows = [Row(1, 9, 10, 0, EXIT), Row(2, 3, 4, 0, LAYERS), Row(3, 9, 10, 0, EXIT)]
+    program = made(rows, [1, 1, 0], exits=(0, 2))
+    head = program.ops[-1]
+    assert (head.kind, program.groups[head.group]) == (OpKind.HEAD, (0, 1))
+    at = Index(len(program.ops) - 1)
+    assert program.rows_between(at, program.end) == rows[:2]
+    assert program.choosing_drafts == {1}
+
+
+COSTS = CostTable((10, 20, 40, 80, 160), 1)
+
+
+def test_the_costs_of_drafts_are_those_of_rows_alone() -> None:
+    costs = _ExitCosts(EXIT / LAYERS)
+    assert [costs.extra_ns(COSTS, n) for n in (0, 1)] == [0, 2 * 5 + 10 - 20]
+    draft = Row(1, 9, 10, 0, EXIT)
+    costs.ran(made([draft, Row(2, 3, 4, 0, LAYERS)], [1, 1], exits=(0,)), 999)
+    assert costs.extra_ns(COSTS, 1) == 0
+    costs.ran(made([draft], [1], exits=(0,)), 8)
+    assert costs.extra_ns(COSTS, 1) == 2 * 8 + 10 - 20
+    costs.ran(made([Row(1, 9, 11, EXIT, LAYERS)], [2]), 14)
+    assert costs.extra_ns(COSTS, 1) == 2 * 8 + 14 - 20
