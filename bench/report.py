@@ -185,7 +185,6 @@ SMALL = {
     "kv.json": "Cached KV",
     "long_turn.json": "A turn behind a long context",
     "drafts.json": "Drafts",
-    "drafts-layers.json": "Drafts of early layers and of a second model",
     "fleet.json": "Several engines behind one front end",
     "streams.json": "Prompts in pieces",
     "capacity-cpu.json": "At capacity, next to vLLM",
@@ -232,8 +231,8 @@ TOPICS = {
     "policies": ("Policies", ("policies-cpu.json",)),
     "engine": (
         "The engine and its decisions",
-        ("engine-cpu.json", "drafts.json", "drafts-layers.json", "decide.json",
-         "decide-native.json", "differential.json", "soak.json"),
+        ("engine-cpu.json", "drafts.json", "decide.json", "decide-native.json",
+         "differential.json", "soak.json"),
     ),
     "serving": (
         "Serving, and other servers",

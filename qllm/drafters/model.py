@@ -269,7 +269,11 @@ class DraftModel:
         if above is not None and one.num_computed <= above < num:
             self._drop_kv(one)
         lo = one.num_computed
-        row = Row(one.request_id, lo, min(num, lo + CHUNK), 0, shape.num_layers)
+        hi = min(num, lo + CHUNK)
+        crosses = above is not None and hi - 1 <= above < num
+        if hi == num and hi - lo > SHORT and not crosses:
+            hi -= 1  # a pass that samples is dropped when the request gets a token
+        row = Row(one.request_id, lo, hi, 0, shape.num_layers)
         self._num_frames += 1
         program = compile_program(
             Plan(rows=(row,), grain=Grain.EXPERT),

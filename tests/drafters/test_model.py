@@ -145,7 +145,7 @@ def test_no_token_is_computed_twice_unless_its_draft_was_wrong(rig: Rig) -> None
     rig.runner.accept = seen  # type: ignore[method-assign]
     try:
         found = one.propose(tuple(known), 3)
-        assert rows == [(0, 30), (30, 31), (31, 32)]
+        assert rows == [(0, 29), (29, 30), (30, 31), (31, 32)]
         del rows[:]
         known += [*found, one.propose((*known, *found), 1)[0]]  # all are right, and one more
         assert rows == [(32, 33)]
@@ -273,6 +273,25 @@ def test_a_long_prompt_takes_the_time_of_several_turns(rig: Rig) -> None:
     assert rig.model.draft_ns == 0, "time that was taken to catch up says nothing of a draft"
 
 
+def test_a_request_that_grows_is_caught_up_with(rig: Rig) -> None:
+    """Each turn has time for a part of the prompt only, and the request gets a token after it."""
+    known = prompt_of(400, 7)
+    one = rig.add(0, 399)
+    rig.stop.now_ns = lambda: rig.now_ns  # type: ignore[method-assign]
+    rig.runner.on_segment = lambda *_: setattr(rig, "now_ns", rig.now_ns + MS)
+    num_turns = 1
+    try:
+        while not (found := one.propose(tuple(known), 3)):
+            assert num_turns < 100
+            known.append(known[-1])
+            rig.model.begin_turn()
+            num_turns += 1
+    finally:
+        rig.runner.on_segment = None
+    assert num_turns > 2
+    assert found == fresh(known, 399, 3, GREEDY)
+
+
 def test_time_in_which_others_draft_is_not_time_to_catch_up(rig: Rig) -> None:
     """Else the requests that are asked last would never draft."""
     rig.stop.now_ns = lambda: rig.now_ns  # type: ignore[method-assign]
@@ -384,7 +403,15 @@ def test_lengths_at_which_kv_is_computed_again_are_not_crossed(rig: Rig) -> None
     assert one.num_computed <= 24
     known += [*found, 5]
     assert len(one.propose(tuple(known), 4)) == 4
-    assert [row for row in rows if row[0] == 0] == [(0, 22), (0, 26)]
+    assert [row for row in rows if row[0] == 0] == [(0, 21), (0, 25)]
+
+
+def test_a_prompt_one_token_above_that_length_is_computed_once(rig: Rig) -> None:
+    shape = rig.runner.shape._replace(recompute_above=24)
+    shaped: Any = _Shaped(rig.runner, shape)
+    rig.model._runner, rows = shaped, shaped.rows
+    assert len(rig.add(0, 24).propose(prompt_of(25, 4), 2)) == 2
+    assert [row for row in rows if row[0] == 0] == [(0, 25)]
 
 
 class _Shaped:
