@@ -38,7 +38,7 @@ OWN: dict[str, MakeDrafter] = {"auto": Auto, "lookup": Lookup, "grammar": Forced
 
 def drafters() -> list[str]:
     """Return the names of our own drafters and of those of installed packages."""
-    return [*OWN, f"{MODEL}PATH", *sorted(installed(GROUP, "drafter"))]
+    return [*OWN, f"{EXIT}E", f"{MODEL}PATH", *sorted(installed(GROUP, "drafter"))]
 
 
 def model_path(name: str) -> str | None:
@@ -77,7 +77,7 @@ def load_drafter(name: str) -> MakeDrafter | Exit:
         return Exit(int(layer))
     point = installed(GROUP, "drafter").get(name)
     if point is None:
-        known = ", ".join([NONE, *drafters(), f"{EXIT}E with a number of layers E"])
+        known = ", ".join([NONE, *drafters()])
         raise ConfigError(f"draft={name!r} is unknown; use one of {known}")
     make = loaded(point, "drafter")
     if not callable(make):

@@ -129,6 +129,12 @@ class Drafts:
         self._exit_costs = _ExitCosts(self._exit_layer / runner.shape.num_layers)
         self._model = make if isinstance(make, DraftModel) else None
         """The draft model, if drafts come from one."""
+        self._extra_ns: Callable[[int], int] | None = None
+        """Function from a number of drafts to the time that making them takes; None if none."""
+        if self._exit_layer:
+            self._extra_ns = lambda num: self._exit_costs.extra_ns(scheduler.costs, num)
+        elif self._model is not None:
+            self._extra_ns = self._model.extra_ns
         self._emit, self._now_ns, self._warn = emit, now_ns, warn
         self._drafting: dict[RequestId, _Drafting] = {}
         self._usual = Utility()
@@ -159,14 +165,15 @@ class Drafts:
         decoding = [one for one in admitted if _may_draft(one.request)]
         has_ls = any(one.request.priority <= Priority.LS for one in decoding)
         if self._exit_layer:
-            decoding = list(self._alone(admitted, decoding))
+            decoding = self._alone(admitted, decoding)
         end_ns = self._now_ns() + TURN_NS
         first = next((n for n, x in enumerate(decoding) if x.request.request_id > self._last), 0)
         for one in (*decoding[first:], *decoding[:first]):
             request = one.request
+            has_time = self._now_ns() < end_ns if model is None else model.may_draft
             if has_ls and request.priority > Priority.LS:
                 self._scheduler.draft(request.request_id, 0)
-            elif self._now_ns() < end_ns if model is None else model.may_draft:
+            elif has_time:
                 self._draft(one, len(decoding) - 1)
                 self._last = request.request_id
         return model is not None and model.was_stopped
@@ -209,9 +216,12 @@ class Drafts:
 
     def stats(self) -> dict[str, Any]:
         """Return accepted and rejected drafts by class, and faults by cause. For any thread."""
-        counts: dict[str, Any] = {name: dict(count) for name, count in self.counts.items()}
         model = {} if self._model is None else {"model": self._model.stats()}
-        return {**counts, "faults": dict(self.faults), **model}
+        return {**self.by_class(), "faults": dict(self.faults), **model}
+
+    def by_class(self) -> dict[str, dict[str, int]]:
+        """Return accepted and rejected drafts by class. For any thread."""
+        return {name: dict(count) for name, count in self.counts.items()}
 
     def forget(self, request_id: RequestId) -> None:
         """Forget a request that has ended."""
@@ -237,12 +247,7 @@ class Drafts:
         most = self._most if asked is None else min(asked, self._most)
         if self._weighs:
             costs = self._scheduler.costs
-            extra_ns: Callable[[int], int] | None = None
-            if self._exit_layer:
-                extra_ns = partial(self._exit_costs.extra_ns, costs)
-            elif self._model is not None:
-                extra_ns = self._model.extra_ns
-            most = drafting.utility.most(costs, num_others, most, extra_ns)
+            most = drafting.utility.most(costs, num_others, most, self._extra_ns)
         if self._exit_layer:
             drafting.guesses = ()
             self._scheduler.draft(request_id, most, self._exit_layer)
@@ -254,7 +259,7 @@ class Drafts:
             at_ns, ids = self._now_ns(), tuple(found[:num])
             self._emit(trace.Drafted(at_ns=at_ns, request_id=request_id, token_ids=ids))
 
-    def _alone(self, admitted: Sequence["Live"], decoding: Sequence["Live"]) -> Sequence["Live"]:
+    def _alone(self, admitted: list["Live"], decoding: list["Live"]) -> list["Live"]:
         """Return the requests whose rows may draft, and let the others verify what they drafted."""
         running = [x for x in admitted if x.request.is_decoding and not x.request.is_hidden]
         if not self._weighs or len(running) < 2:
@@ -262,7 +267,7 @@ class Drafts:
         for one in admitted:
             if one.request.exit_layer:
                 self._scheduler.draft(one.request.request_id, 0)
-        return ()
+        return []
 
     def _drafted(self, row: Row) -> None:
         """Take the token that a draft row chose, or let the request verify its drafts.

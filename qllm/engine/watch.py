@@ -131,8 +131,7 @@ class Watch:
         """Return the drafter, and the accepted and rejected drafts by class; {} without drafts."""
         if (drafts := self._loop.drafts) is None:
             return {}
-        counts = {name: dict(count) for name, count in drafts.counts.items()}
-        return {"drafter": self._config.draft, "drafts": counts}
+        return {"drafter": self._config.draft, "drafts": drafts.by_class()}
 
     def _requests(self, now_ns: int) -> dict[str, Any]:
         """Return counts of the open requests, and the first requests: LS first, then by arrival."""

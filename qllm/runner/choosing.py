@@ -139,19 +139,20 @@ def _guess(
     best: Mapping[int, tuple[int, float]],
 ) -> None:
     """Choose the tokens of draft rows. A row whose logits are broken drafts none."""
+    requests = {row.first: runner.requests[row.row.request_id] for row in rows}
+    rest = [row for row in rows if row.first not in best]
     for row in rows:
-        request_id = row.row.request_id
-        if row.first in best:
-            token_id, peak = best[row.first]
-            guess = token_id if math.isfinite(peak) else None
-        else:
-            assert frame.head is not None
-            logits = _ruled(rule, frame.head.logits(frame.head.places_of([row.first])))
-            request = runner.requests[request_id]
-            outputs = [*request.output_ids, *request.drafts]
-            (guess,) = runner.sampler.guess(logits, [request_id], [row.row.hi], [outputs])
-        if guess is not None:
-            frame.guesses[request_id] = guess
+        token_id, peak = best.get(row.first, (0, math.nan))
+        requests[row.first].guess = token_id if math.isfinite(peak) else None
+    if not rest:
+        return
+    assert frame.head is not None
+    logits = _ruled(rule, frame.head.logits(frame.head.places_of([row.first for row in rest])))
+    outputs = [[*one.output_ids, *one.drafts] for one in (requests[row.first] for row in rest)]
+    ids, positions = [row.row.request_id for row in rest], [row.row.hi for row in rest]
+    found = runner.sampler.guess(logits, ids, positions, outputs)
+    for row, guess in zip(rest, found, strict=True):
+        requests[row.first].guess = guess
 
 
 def _waiting(rows: Sequence[Verified], chosen: Mapping[int, Sampled]) -> dict[int, Verified]:

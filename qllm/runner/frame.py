@@ -247,8 +247,6 @@ class Frame:
         """States of the op inside which the frame is parked. They are stored when the op ends."""
         self.head: HeadState | None = None
         self.sampled: list[Sampled] = []
-        self.guesses: dict[RequestId, int] = {}
-        """Tokens that draft rows chose."""
         self.unread: Unread | None = None
         self.slots_done = 0
         """Number of executed (token, layer, expert slot) triples, for I1."""

@@ -272,10 +272,6 @@ class TorchRunner:
         with inference():
             frame.save_rows(self.requests, program.end)
             frame.commit(self.requests)
-        for r in program.exits:
-            if not frame.is_dead(r):
-                request_id = program.request_ids[r]
-                self.requests[request_id].guess = frame.guesses.get(request_id)
         sampled = [s for s in frame.sampled if s.request_id not in frame.dead]
         for token in sampled:
             self.requests[token.request_id].take(token.token_id)

@@ -191,9 +191,9 @@ def start_over(scheduler: "Scheduler", request: Request) -> list[Effect]:
     return effects
 
 
-def give_back_rest(scheduler: "Scheduler", request: Request) -> None:
-    """Give back the blocks behind a request's known tokens, which rejected drafts had."""
-    need = scheduler.pool.blocks_for(request.num_tokens)
+def give_back_rest(scheduler: "Scheduler", request: Request, num_tokens: int) -> None:
+    """Give back the blocks behind a request's first `num_tokens` tokens."""
+    need = scheduler.pool.blocks_for(num_tokens)
     scheduler.pool.give_back(request.request_id, request.block_table[need:])
     request.block_table = request.block_table[:need]
 
@@ -216,13 +216,11 @@ def cut_back(scheduler: "Scheduler", request: Request, num_tokens: int) -> list[
     if request.frontier is not None and request.frontier.hi > num_tokens:
         effects = _die(scheduler, request)
     request.cut_back(num_tokens)
-    need = pool.blocks_for(request.num_written_tokens)
     if request.is_admitted:
-        pool.give_back(request_id, request.block_table[need:])
-        request.block_table = request.block_table[:need]
+        give_back_rest(scheduler, request, request.num_written_tokens)
     else:
         scheduler.swap.release(request_id)
-        if need:
+        if need := pool.blocks_for(request.num_written_tokens):
             scheduler.swap.put(request_id, need)
     return effects
 

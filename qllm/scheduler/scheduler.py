@@ -141,9 +141,9 @@ class Scheduler:
             exit_layer: Number of layers of the rows that draft; 0 if the tokens are known.
         """
         request = self.requests[request_id]
-        if not num_tokens:
-            request.end_drafting()
         if request.frontier is not None:
+            if not num_tokens:
+                request.end_drafting()
             return 0
         request.num_drafts = request.exit_layer = request.most_drafts = 0
         if not (request.is_decoding and request.is_admitted) or request.is_hidden:
@@ -491,7 +491,7 @@ class Scheduler:
             may_have_spare = bool(request.num_drafts or request.exit_layer)
             request.commit(row.hi, end_ns, grown[row.request_id])
             if may_have_spare:
-                give_back_rest(self, request)
+                give_back_rest(self, request, request.num_tokens)
             if row.request_id in self.suspects:
                 self.suspects.remove(row.request_id)
                 request.failures = 0

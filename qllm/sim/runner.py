@@ -107,6 +107,8 @@ class SimRunner:
         self.frames: dict[int, _SimFrame] = {}
         self._holders: dict[int, set[RequestId]] = {}
         """Requests that hold a KV block."""
+        self.is_right: Callable[[], bool] = lambda: True
+        """Function that decides whether a draft row chooses the token that the model chooses."""
         self.rejected_work = 0
         """Token-layers of drafted tokens that the model did not choose."""
         self.expert_loads = 0
@@ -162,12 +164,10 @@ class SimRunner:
         self.requests[request_id].drafts = tuple(token_ids)
 
     def guess(self, request_id: RequestId) -> int | None:
-        """Return the token that a request's last draft row chose: the one that the model chooses.
-
-        A test replaces this method.
-        """
+        """Return the token that a request's last draft row chose."""
         request = self.requests[request_id]
-        return self._token(request_id, request.num_tokens + len(request.drafts))
+        token = self._token(request_id, request.num_tokens + len(request.drafts))
+        return token if self.is_right() else (token + 1) % self.shape.vocab_size
 
     def remove(self, request_id: RequestId) -> None:
         """Forget a request."""

@@ -1,8 +1,8 @@
 """A draft model without an engine: what it proposes, its KV, and its stops."""
 
 import random
-from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -54,6 +54,7 @@ class Word:
         self.num_polls = self.polls_after = 0
         self.stop_at_ns: int | None = None
         self.lowered_ns = 0
+        self.clock: Callable[[], int] = lambda: 0
 
     @property
     def word(self) -> int:
@@ -64,7 +65,7 @@ class Word:
         return self.to
 
     def now_ns(self) -> int:
-        return 0
+        return self.clock()
 
 
 class Rig:
@@ -87,6 +88,16 @@ class Rig:
         )
         self.model.begin_turn()
         return self.model(DraftRequest(number, num_prompt, sampling, lambda *_: ()))
+
+    @contextmanager
+    def slow(self) -> Iterator[None]:
+        """Let each segment of a pass take a millisecond."""
+        self.stop.clock = lambda: self.now_ns
+        self.runner.on_segment = lambda *_: setattr(self, "now_ns", self.now_ns + MS)
+        try:
+            yield
+        finally:
+            self.runner.on_segment = None
 
     def end(self) -> None:
         for number in self.requests:
@@ -132,9 +143,8 @@ def test_after_rejections_it_proposes_what_a_fresh_draft_model_proposes(
     assert min(num_cut, num_kept) > 30
 
 
-def test_no_token_is_computed_twice_unless_its_draft_was_wrong(rig: Rig) -> None:
-    known = prompt_of(30, 4)
-    one = rig.add(0, 29)
+def accepted_rows(rig: Rig, patch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The ranges of all rows that the runner gets from now on."""
     rows: list[tuple[int, int]] = []
     accept = rig.runner.accept
 
@@ -142,19 +152,25 @@ def test_no_token_is_computed_twice_unless_its_draft_was_wrong(rig: Rig) -> None
         rows.extend((row.lo, row.hi) for row in program.rows)
         accept(program, tables)
 
-    rig.runner.accept = seen  # type: ignore[method-assign]
-    try:
-        found = one.propose(tuple(known), 3)
-        assert rows == [(0, 29), (29, 30), (30, 31), (31, 32)]
-        del rows[:]
-        known += [*found, one.propose((*known, *found), 1)[0]]  # all are right, and one more
-        assert rows == [(32, 33)]
-        del rows[:]
-        known += [5]
-        one.propose(tuple(known), 1)
-        assert rows == [(33, 35)]
-    finally:
-        del rig.runner.accept  # type: ignore[method-assign]
+    patch.setattr(rig.runner, "accept", seen)
+    return rows
+
+
+def test_no_token_is_computed_twice_unless_its_draft_was_wrong(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = prompt_of(30, 4)
+    one = rig.add(0, 29)
+    rows = accepted_rows(rig, monkeypatch)
+    found = one.propose(tuple(known), 3)
+    assert rows == [(0, 29), (29, 30), (30, 31), (31, 32)]
+    del rows[:]
+    known += [*found, one.propose((*known, *found), 1)[0]]  # all are right, and one more
+    assert rows == [(32, 33)]
+    del rows[:]
+    known += [5]
+    one.propose(tuple(known), 1)
+    assert rows == [(33, 35)]
 
 
 def test_drafts_that_are_known_already_need_no_pass(rig: Rig) -> None:
@@ -254,9 +270,7 @@ def test_a_long_prompt_takes_the_time_of_several_turns(rig: Rig) -> None:
     """The end of a turn stops it, as an arrival does, and says nothing of an arrival."""
     known = prompt_of(400, 7)
     one = rig.add(0, 399)
-    rig.stop.now_ns = lambda: rig.now_ns  # type: ignore[method-assign]
-    rig.runner.on_segment = lambda *_: setattr(rig, "now_ns", rig.now_ns + MS)
-    try:
+    with rig.slow():
         turns = [one.propose(tuple(known), 3)]
         while not turns[-1]:
             assert len(turns) < 100
@@ -265,8 +279,6 @@ def test_a_long_prompt_takes_the_time_of_several_turns(rig: Rig) -> None:
             rig.model.begin_turn()
             assert rig.model.may_draft
             turns.append(one.propose(tuple(known), 3))
-    finally:
-        rig.runner.on_segment = None
     assert len(turns) > 1
     assert turns[-1] == fresh(known, 399, 3, GREEDY)
     assert rig.model.num_stops == 0
@@ -277,52 +289,34 @@ def test_a_request_that_grows_is_caught_up_with(rig: Rig) -> None:
     """Each turn has time for a part of the prompt only, and the request gets a token after it."""
     known = prompt_of(400, 7)
     one = rig.add(0, 399)
-    rig.stop.now_ns = lambda: rig.now_ns  # type: ignore[method-assign]
-    rig.runner.on_segment = lambda *_: setattr(rig, "now_ns", rig.now_ns + MS)
     num_turns = 1
-    try:
+    with rig.slow():
         while not (found := one.propose(tuple(known), 3)):
             assert num_turns < 100
             known.append(known[-1])
             rig.model.begin_turn()
             num_turns += 1
-    finally:
-        rig.runner.on_segment = None
     assert num_turns > 2
     assert found == fresh(known, 399, 3, GREEDY)
 
 
 def test_time_in_which_others_draft_is_not_time_to_catch_up(rig: Rig) -> None:
     """Else the requests that are asked last would never draft."""
-    rig.stop.now_ns = lambda: rig.now_ns  # type: ignore[method-assign]
     known, one = prompt_of(30, 4), rig.add(0, 29)
     known += one.propose(tuple(known), 4)
     other = rig.add(1, 29)
-    rig.runner.on_segment = lambda *_: setattr(rig, "now_ns", rig.now_ns + MS)
-    try:
+    with rig.slow():
         assert len(one.propose(tuple(known), 4)) == 4
         assert rig.now_ns > 5 * MS
-    finally:
-        rig.runner.on_segment = None
     assert len(other.propose(prompt_of(30, 5), 2)) == 2
 
 
-def test_a_pass_has_few_tokens(rig: Rig) -> None:
+def test_a_pass_has_few_tokens(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     assert SHORT < CHUNK
     known = prompt_of(CHUNK - 3, 1)
-    rows = []
-    accept = rig.runner.accept
-
-    def seen(program: Any, tables: Any = ()) -> None:
-        rows.extend(row.num_tokens for row in program.rows)
-        accept(program, tables)
-
-    rig.runner.accept = seen  # type: ignore[method-assign]
-    try:
-        rig.add(0, CHUNK - 4).propose(known, 1)
-    finally:
-        del rig.runner.accept  # type: ignore[method-assign]
-    assert max(rows) <= CHUNK
+    rows = accepted_rows(rig, monkeypatch)
+    rig.add(0, CHUNK - 4).propose(known, 1)
+    assert max(hi - lo for lo, hi in rows) <= CHUNK
 
 
 @pytest.mark.parametrize("limit", [30, 64, 100])
@@ -428,16 +422,12 @@ class _Shaped:
         return getattr(self._inner, name)
 
 
-def test_settings_that_need_the_model_are_left_out() -> None:
+def test_settings_that_need_the_model_are_left_out(rig: Rig) -> None:
     given = SamplingParams(
         temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, seed=5, presence_penalty=1, min_tokens=3,
         logprobs=2, repetition_penalty=1.1, logit_bias={3: 1.0}, allowed_token_ids=(3, 4),
     )  # fmt: skip
-    model = SimpleNamespace()
-    from qllm.drafters.model import _Drafted
-
-    found = _Drafted(model, DraftRequest(0, 1, given, lambda *_: ())).sampling  # type: ignore[arg-type]
-    assert found == SamplingParams(
+    assert rig.add(0, 1, given).sampling == SamplingParams(
         temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, seed=5, repetition_penalty=1.1,
         logit_bias={3: 1.0},
     )  # fmt: skip

@@ -1,6 +1,5 @@
 """Drafts of a second model change no token, delay no arrival, and end with their requests."""
 
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,11 +28,12 @@ from tests.support.draft_models import (
     poison_cut,
     saved,
 )
+from tests.support.draft_storms import DraftStorm, some_specs
 from tests.support.drafters import counts, poison_rejected
 from tests.support.families import VOCAB, make_model
 from tests.support.inside import loop_of, runner_of
 from tests.support.serving import tiny_engine
-from tests.support.storms import Chaos, Storm, fine, prompt_of, same
+from tests.support.storms import Chaos, fine, prompt_of, same
 from tests.support.tiny_configs import tiny_model
 from tests.support.waiting import wait_for
 
@@ -277,29 +277,7 @@ def test_the_time_of_its_drafts_counts(folder: Path, monkeypatch: pytest.MonkeyP
 
 # -- storms
 
-
-def spec_of(rng: random.Random) -> dict[str, Any]:
-    sampling = SamplingParams(
-        temperature=rng.choice((0.0, 0.0, 0.8, 1.5)),
-        seed=rng.randrange(1000),
-        logprobs=rng.randrange(3),
-        repetition_penalty=rng.choice((1.0, 1.0, 1.2)),
-    )
-    prompt = prompt_of(rng.choice((3, 9, 17, 40)), rng.randrange(10**6))
-    return {"prompt": prompt, "max_tokens": rng.randrange(8, 24), "sampling": sampling}
-
-
-SPECS = [spec_of(random.Random(seed)) for seed in range(12)]
-
-
-class DraftStorm(Storm):
-    """A storm of requests whose answers are known. Arrivals also come inside of drafts."""
-
-    def submit(self, priority: str) -> None:
-        spec = self.rng.choice(SPECS)
-        handle = self.engine.submit(priority=priority, **spec)
-        self.handles.append((handle, priority))
-        self.specs[handle.number] = spec
+SPECS = some_specs(12)
 
 
 @pytest.mark.parametrize("swap", [0, 4096])
@@ -315,7 +293,7 @@ def test_a_storm_leaves_every_stream_equal_to_its_solo_run(
     limits = {"max_kv_tokens": 176, "max_step_tokens": 96, "swap_kv_tokens": swap}
     with drafting(folder, family, seed, policy=made, record=True, **limits) as engine:
         fine(engine)
-        storm = DraftStorm(engine, 3 + seed)
+        storm = DraftStorm(engine, 3 + seed, drawn=SPECS)
         arrivals = _Arrivals(engine, 101, lambda: storm.submit(storm.rng.choice(("LS", "BE"))))
         results = storm.run()
         while len(results) < len(storm.handles):

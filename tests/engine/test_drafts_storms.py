@@ -3,25 +3,25 @@
 Every stream is that of its solo run without drafts, and a replay of the trace gives the same bits.
 """
 
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from qllm import QLLMEngine, SamplingParams
+from qllm import QLLMEngine
 from qllm.frontend.handle import Result
 from qllm.plan import Plan
 from qllm.policy import NO_STOP, View, next_row
 from qllm.record import trace
 from qllm.runner.cpu import cpu_runner
 from qllm.types import Cap, Grain
+from tests.support.draft_storms import DraftStorm, some_specs
 from tests.support.drafters import counts, maker, model_of, next_of, poison_rejected
 from tests.support.families import VOCAB
 from tests.support.hybrids import NATIVE
 from tests.support.inside import loop_of, runner_of
-from tests.support.storms import Chaos, Storm, assert_replayed, fine, prompt_of, same, show
+from tests.support.storms import Chaos, assert_replayed, fine, prompt_of, same, show
 
 
 @pytest.fixture(autouse=True)
@@ -35,30 +35,7 @@ EXITS = ("exit:1", "exit:2")
 CELLS = [(family, drafter) for family in FAMILIES for drafter in DRAFTERS]
 CELLS += [(family, name) for family in FAMILIES if family not in NATIVE for name in EXITS]
 ALONE = [(family, drafter) for family, drafter in CELLS if family in ("mixtral", "qwen3_next")]
-
-
-def spec_of(rng: random.Random) -> dict[str, Any]:
-    sampling = SamplingParams(
-        temperature=rng.choice((0.0, 0.0, 0.8, 1.5)),
-        seed=rng.randrange(1000),
-        logprobs=rng.randrange(3),
-        repetition_penalty=rng.choice((1.0, 1.0, 1.2)),
-    )
-    prompt = prompt_of(rng.choice((3, 9, 17, 40)), rng.randrange(10**6))
-    return {"prompt": prompt, "max_tokens": rng.randrange(8, 24), "sampling": sampling}
-
-
-SPECS = [spec_of(random.Random(seed)) for seed in range(16)]
-
-
-class DraftStorm(Storm):
-    """A storm of requests whose answers are known."""
-
-    def submit(self, priority: str) -> None:
-        spec = self.rng.choice(SPECS)
-        handle = self.engine.submit(priority=priority, **spec)
-        self.handles.append((handle, priority))
-        self.specs[handle.number] = spec
+SPECS = some_specs(16)
 
 
 def engine_of(family: str, **settings: Any) -> QLLMEngine:
@@ -100,7 +77,7 @@ def test_a_storm_leaves_every_stream_equal_to_its_solo_run(
         assert runner_of(engine).shape.state_tokens == states
         fine(engine)
         start(engine, drafter, expected, 1 + seed % 8)
-        storm = DraftStorm(engine, seed)
+        storm = DraftStorm(engine, seed, drawn=SPECS)
         results = storm.run()
         events = list(engine.trace.events)
     of_spec = {id(spec): result for spec, result in zip(SPECS, expected, strict=True)}

@@ -1,7 +1,6 @@
 """Words of the live page that its scripts make of numbers, in Node."""
 
 import json
-import shutil
 import subprocess
 from importlib.resources import files
 from pathlib import Path
@@ -10,10 +9,8 @@ from typing import Any
 import pytest
 
 PAGE = files("qllm.server.page") / "static" / "page.js"
-NODE = shutil.which("node")
 
 
-@pytest.mark.skipif(NODE is None, reason="there is no node")
 @pytest.mark.parametrize(
     ("message", "words"),
     [
@@ -37,7 +34,7 @@ def test_drafts_are_told_in_words(message: dict[str, Any], words: str, tmp_path:
         f"process.stdout.write(drafted({json.dumps(message)}));"
     )
     done = subprocess.run(
-        [str(NODE), "--input-type=module", "-e", script],
+        ["node", "--input-type=module", "-e", script],
         cwd=tmp_path, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert done.stdout == words

@@ -21,7 +21,7 @@ from qllm.policy import RequestView, View, next_row
 from qllm.record import trace
 from qllm.sim.check import overload as overloaded_world
 from qllm.sim.check import watch
-from qllm.sim.runner import SimCosts, SimRunner, VirtualClock
+from qllm.sim.runner import SimCosts, VirtualClock
 from qllm.sim.world import LIMITS, SHAPE, World
 from qllm.types import NS_PER_MS, Cap, Evict, FinishReason, Grain, Priority
 from qllm_policies.chunked import Chunked
@@ -180,13 +180,8 @@ def draft(
     """
     runner, rng = world.runner, random.Random(most)
 
-    def guess(request_id: int) -> int | None:
-        token = SimRunner.guess(runner, request_id)
-        assert token is not None
-        return token if rng.random() < share else (token + 1) % runner.shape.vocab_size
-
     if exit_layer:
-        runner.guess = guess  # type: ignore[method-assign]
+        runner.is_right = lambda: rng.random() < share
         world.loop.draft_with(Exit(exit_layer), most, warn=print, weighs=weighs)
         return
 
@@ -495,7 +490,7 @@ def test_draft_rows_have_their_kv_before_they_begin(num_left: int) -> None:
 
 
 def test_rows_draft_only_for_a_request_that_decodes_alone() -> None:
-    """When another begins to decode, the first verifies what it has drafted, and drafts no more."""
+    """A second request begins to decode. The first one verifies its drafts, and drafts no more."""
     world = World(Fcfs())
     draft(world, 1.0, 4, exit_layer=1, weighs=True)
     first = world.submit(BE, 20, 60)

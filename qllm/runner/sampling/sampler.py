@@ -207,11 +207,8 @@ class Sampler:
         rows = []
         for b, request_id in enumerate(request_ids):
             request = self._requests[request_id]
-            limits = request.limits
-            if limits is not None and limits.follows_outputs:
-                limits = None
-            alone = replace(request.sampling, logprobs=None)
-            request = replace(request, sampling=alone, limits=limits)
+            if request.limits is not None and request.limits.follows_outputs:
+                request = replace(request, limits=None)
             _check_ids(request_id, request, logits_BV.shape[1])
             row = _row(request, logits_BV[b], positions[b], outputs[b])
             assert isinstance(row, SampledRow), "without a grammar there are always rules"
