@@ -23,6 +23,7 @@ tokens came before in the prompt or the answer.
 - exit tiny: the same through 1 layer of `tiny`, where it does not pay, so nothing should be drafted
 - model: the same model, and its first layer with its head as a draft model in a folder of its own;
   then LS arrivals stop BE requests with it and without
+- mtp: a GLM-4.5 of 12 layers and a further one that drafts, both of the same size as the 300M model
 
 The last line of stdout is one JSON document.
 """
@@ -57,6 +58,7 @@ from bench.common import (
     without_paths,
 )
 from bench.engine.mixed import GREEDY, Flood
+from bench.engine.mtp_model import save_mtp_model
 from qllm import QLLMEngine, SamplingParams
 from qllm.drafters.choose import load_drafter
 from qllm.drafters.exit import Exit
@@ -72,7 +74,7 @@ MOST = 4
 REACH = {
     "oracle": 0.75, "wrong": 0.95, "lookup": 1.2, "none": 0.97, "grammar": 1.3,
     "tpot": 1.15, "ttft": 1.05, "be": 0.97, "preempt": 1.1, "exit": 1.3, "exit tiny": 0.97,
-    "model": 1.0, "model preempt": 1.2,
+    "model": 1.0, "model preempt": 1.2, "mtp": 1.1,
 }  # fmt: skip
 LLAMA = Path(__file__).parent.parent / "serving" / "llama_drafts.py"
 PEER = """
@@ -378,6 +380,22 @@ def model_rows(model: Any, args: argparse.Namespace, table: Table, result: dict[
     stop_row(table, result, args, "model preempt", waits, "with a draft model over without")
 
 
+def mtp_row(args: argparse.Namespace, table: Table, result: dict[str, Any]) -> None:
+    """Measure the further layer of a checkpoint: one stream."""
+    corpus, rng = corpus_of(args.tokenizer), random.Random(args.seed)
+    starts = [rng.randrange(len(corpus) - 400) for _ in range(4)]
+    cases = [Case(list(corpus[at : at + 200]), args.new, GREEDY) for at in starts]
+    with tempfile.TemporaryDirectory() as folder:
+        save_mtp_model(Path(folder), args.seed)
+        with QLLMEngine.from_pretrained(
+            folder, threads=args.threads, conformance=False, run_in="thread", draft="mtp",
+            **KV_SIZES,
+        ) as engine:  # fmt: skip
+            make = engine._client.loop.drafts._model
+            found = compare(engine, cases, args.rounds, make, 8)
+    row(table, result, "mtp", found, REACH["mtp"], "a 13th layer")
+
+
 NAMES = ("name", "description", "category", "created_at", "is_available", "identifier", "quantity")
 KINDS: tuple[dict[str, Any], ...] = (
     {"type": "string", "maxLength": 12},
@@ -642,7 +660,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=200, help="tokens per answer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rows", default="single,exit,model,grammar,mixed,preempt")
+    parser.add_argument("--rows", default="single,exit,model,mtp,grammar,mixed,preempt")
     parser.add_argument("--vllm", help="Python of an environment with vLLM")
     parser.add_argument("--llama", help="Python of an environment with xllamacpp and gguf")
     parser.add_argument("--quick", action="store_true", help="few tokens: to debug")
@@ -670,8 +688,8 @@ def main() -> None:
         "preempt": preempt_row,
     }
     for name in rows:
-        if name == "grammar":
-            grammar_row(args, table, result)
+        if name in ("grammar", "mtp"):
+            (grammar_row if name == "grammar" else mtp_row)(args, table, result)
         else:
             made[name](load_model(folder), args, table, result)
     peer_rows(folder, args, table, result)

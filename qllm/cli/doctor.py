@@ -138,7 +138,7 @@ def _gaps(policy: Any) -> str:
 
 def _drafts(config: "EngineConfig") -> str:
     """Return the drafter of the settings and the known ones."""
-    from qllm.drafters.choose import drafters, load_drafter, model_path
+    from qllm.drafters.choose import MTP, drafters, load_drafter, model_path
     from qllm.models.folders import locate
 
     if not config.has_drafts:
@@ -147,6 +147,8 @@ def _drafts(config: "EngineConfig") -> str:
     if (path := model_path(config.draft)) is not None:
         name, _ = locate(path, weights=False, code=False)
         return f"{said}; the draft model {name} is compared with the model at start"
+    if config.draft == MTP:
+        return f"{said}; the model's checkpoint is searched for the layer at start"
     load_drafter(config.draft)
     return said
 

@@ -19,7 +19,7 @@ MODEL = "model:"
 """Begin of the setting `draft` before the path of a draft model."""
 
 MTP = "mtp"
-"""Drafts of the layers of a checkpoint that predict further tokens. No engine has them yet."""
+"""Name of drafts by the layer of a checkpoint that predicts further tokens."""
 
 
 class Auto:
@@ -38,7 +38,7 @@ OWN: dict[str, MakeDrafter] = {"auto": Auto, "lookup": Lookup, "grammar": Forced
 
 def drafters() -> list[str]:
     """Return the names of our own drafters and of those of installed packages."""
-    return [*OWN, f"{EXIT}E", f"{MODEL}PATH", *sorted(installed(GROUP, "drafter"))]
+    return [*OWN, f"{EXIT}E", f"{MODEL}PATH", MTP, *sorted(installed(GROUP, "drafter"))]
 
 
 def model_path(name: str) -> str | None:

@@ -44,13 +44,16 @@ class _Parked(NamedTuple):
     at: Index
 
 
-class _Drafted:
+class Drafted:
     """A request in the draft model: its `Drafter`."""
 
     def __init__(self, model: "DraftModel", request: DraftRequest) -> None:
         self._model = model
         self.request_id = request.request_id
         self.sampling = _alike(request.sampling)
+        self.first = 0
+        """Index of the request's token with which the draft model begins. All other indices count
+        from it."""
         self.ids: list[int] = []
         """Tokens in the draft model: the request's as far as they are known, and drafts."""
         self.num_same = 0
@@ -95,7 +98,7 @@ class DraftModel:
     ) -> None:
         self._runner, self._stop, self._requests = runner, stop, requests
         self._most_kv_tokens, self._turn_ns, self._now_ns = most_kv_tokens, turn_ns, now_ns
-        self._drafted: dict[RequestId, _Drafted] = {}
+        self._drafted: dict[RequestId, Drafted] = {}
         """Requests in the draft model. The one that was asked longest ago comes first."""
         self._num_frames = 0
         self._may_draft = True
@@ -110,9 +113,9 @@ class DraftModel:
         self.stop_latencies_ns: deque[int] = deque(maxlen=MOST_LATENCIES)
         """Times from an arrival to the stop of a pass, the latest ones."""
 
-    def __call__(self, request: DraftRequest) -> _Drafted:
+    def __call__(self, request: DraftRequest) -> Drafted:
         """Return the drafter of a request."""
-        one = self._drafted[request.request_id] = _Drafted(self, request)
+        one = self._drafted[request.request_id] = Drafted(self, request)
         return one
 
     @property
@@ -156,7 +159,7 @@ class DraftModel:
             self._drop_pass(one)
             self._runner.remove(request_id)
 
-    def propose(self, one: _Drafted, token_ids: Sequence[int], most: int) -> list[int]:
+    def propose(self, one: Drafted, token_ids: Sequence[int], most: int) -> list[int]:
         """Return the tokens that the draft model chooses next; none if a pass was stopped.
 
         Args:
@@ -164,7 +167,7 @@ class DraftModel:
             token_ids: Its tokens.
             most: Most tokens to return.
         """
-        known = len(token_ids)
+        known = len(token_ids) - one.first
         self._follow(one, token_ids)
         end = known + self._room(one, known, most)
         if end == known:
@@ -179,15 +182,16 @@ class DraftModel:
             self._measured((self._now_ns() - begin_ns) // (len(one.ids) - before))
         return one.ids[known:end]
 
-    def _follow(self, one: _Drafted, token_ids: Sequence[int]) -> None:
+    def _follow(self, one: Drafted, token_ids: Sequence[int]) -> None:
         """Take the request's new tokens, and cut the KV of drafts that it does not have."""
-        ids, same, known = one.ids, one.num_same, len(token_ids)
-        while same < min(len(ids), known) and ids[same] == token_ids[same]:
+        ids, same, first = one.ids, one.num_same, one.first
+        known = len(token_ids) - first
+        while same < min(len(ids), known) and ids[same] == token_ids[first + same]:
             same += 1
         one.num_same = known
         if same == known:
             return  # more drafts of the same text may be known
-        ids[same:] = token_ids[same:]
+        ids[same:] = token_ids[first + same :]
         if one.capacity is None:
             longest = self._requests[one.request_id].max_total_tokens
             one.capacity = min(longest, self._runner.shape.longest(self._most_kv_tokens))
@@ -198,9 +202,10 @@ class DraftModel:
             if program.rows[0].hi > same or program.samples[0]:
                 self._drop_pass(one)
         one.num_computed = min(one.num_computed, same)
-        self._runner.revise(one.request_id, ids, one.sampling, same, ())
+        num_kept = one.num_computed if one.parked is None else same
+        self._runner.revise(one.request_id, ids, one.sampling, num_kept, ())
 
-    def _room(self, one: _Drafted, known: int, most: int) -> int:
+    def _room(self, one: Drafted, known: int, most: int) -> int:
         """Return how many of `most` tokens after the known ones can be drafted."""
         assert one.capacity is not None
         above = self._runner.shape.recompute_above
@@ -208,7 +213,7 @@ class DraftModel:
             most = min(most, above + 1 - known)
         return max(0, min(most, one.capacity - known))
 
-    def _make_room(self, one: _Drafted, num_tokens: int) -> None:
+    def _make_room(self, one: Drafted, num_tokens: int) -> None:
         """Drop KV of requests that were asked longest ago, so that `num_tokens` of one fit."""
         self._drafted[one.request_id] = self._drafted.pop(one.request_id)  # the last asked
         held = self.num_kv_tokens - one.num_held
@@ -218,18 +223,18 @@ class DraftModel:
             held -= other.num_held
             self._drop_kv(other)
 
-    def _drop_kv(self, one: _Drafted) -> None:
+    def _drop_kv(self, one: Drafted) -> None:
         if one.capacity is not None:
             self._drop_pass(one)
             self._runner.evict(one.request_id)
             one.num_computed = 0
 
-    def _drop_pass(self, one: _Drafted) -> None:
+    def _drop_pass(self, one: Drafted) -> None:
         if one.parked is not None:
             self._runner.drop(one.parked.program)
             one.parked = None
 
-    def _pass(self, one: _Drafted) -> bool:
+    def _pass(self, one: Drafted) -> bool:
         """Run a pass, or continue the parked one; return True if it ended."""
         stop, below = self._stop(), self._requests[one.request_id].priority + 1
         if self._is_stopped(stop, below):
@@ -241,6 +246,7 @@ class DraftModel:
         if is_long and self._left_ns <= 0:
             return False
         stop.stop_at_ns = begin_ns + self._left_ns if is_long else None
+        self._before_run(one, program)
         end = self._runner.run(program, at, stop)
         if is_long:
             self._left_ns -= self._now_ns() - begin_ns
@@ -253,6 +259,9 @@ class DraftModel:
         one.ids += [token.token_id for token in sampled]
         return True
 
+    def _before_run(self, one: Drafted, program: Program) -> None:
+        """Do nothing. A draft model that reads more than tokens gets the rest here."""
+
     def _is_stopped(self, stop: ArrivalWord, below: int) -> bool:
         """Return True if a class below `below` has arrived, and count the stop."""
         if stop.word >= below:
@@ -262,7 +271,7 @@ class DraftModel:
         self.stop_latencies_ns.append(self._now_ns() - stop.lowered_ns)
         return True
 
-    def _new_pass(self, one: _Drafted) -> _Parked:
+    def _new_pass(self, one: Drafted) -> _Parked:
         """Make the pass over the next tokens without KV. The last pass samples a token."""
         shape, num = self._runner.shape, len(one.ids)
         above = shape.recompute_above

@@ -14,6 +14,7 @@ from qllm.cuda.copies import measured_bytes_per_ms
 from qllm.cuda.pages import Spare
 from qllm.cuda.streams import StreamApi
 from qllm.drafters.model import DraftModel
+from qllm.drafters.mtp import MtpLayer
 from qllm.engine.costs import StepCosts
 from qllm.engine.delayed import Inbox
 from qllm.engine.draft_model import OwnModel, draft_model_of
@@ -422,14 +423,17 @@ class EngineCore(LoadedRunner):
         """Return the draft model with this engine's stop and requests; None without one."""
         if self.drafting is None:
             return None
-        return DraftModel(
-            self.drafting.runner,
+        runner, embedding = self.drafting.runner, self.drafting.embedding
+        rest = (
             lambda: self.loop.ingress.stop,
             self.loop.scheduler.requests,
             self.config.pool_tokens,
             int(min(self.config.max_segment_ms, MOST_TURN_MS) * NS_PER_MS),
             now_ns,
         )
+        if embedding is None:
+            return DraftModel(runner, *rest)
+        return MtpLayer(runner, embedding, self.runner, *rest)
 
     def serve(self) -> BaseException | None:
         """Serve on this thread until the loop is closed; return the error of a crash."""

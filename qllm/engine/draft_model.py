@@ -1,17 +1,20 @@
-"""The draft model of an engine (`draft="model:PATH"`): its load, and what is refused."""
+"""The draft model of an engine: its load, and what is refused.
+
+It is another model (`draft="model:PATH"`), or a layer of the model's own checkpoint that predicts
+further tokens (`draft="mtp"`).
+"""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import transformers
-from transformers import modeling_layers
-
 from qllm.config import EngineConfig
 from qllm.cores import free_bytes
 from qllm.drafters.choose import MODEL, MTP, model_path
+from qllm.drafters.mtp import MOST_STATES_OF_ALL
 from qllm.errors import ConfigError, ModelError, shown
 from qllm.models.folders import locate, weight_files
 from qllm.models.loader import LoadedModel, load
+from qllm.models.mtp import MtpEmbedding, mtp_model
 from qllm.models.weights.quantised_linears import weight_bytes
 from qllm.runner.cpu import cpu_runner
 from qllm.runner.layers.trial import kv_token_bytes
@@ -26,6 +29,8 @@ class OwnModel(NamedTuple):
     weight_bytes: int
     token_bytes: int
     """Bytes of a token's KV in the draft model."""
+    embedding: MtpEmbedding | None = None
+    """Input of the model's own further layer; None if the draft model is another model."""
 
 
 def draft_model_of(config: EngineConfig, loaded: LoadedModel) -> OwnModel | None:
@@ -37,53 +42,60 @@ def draft_model_of(config: EngineConfig, loaded: LoadedModel) -> OwnModel | None
 
     Raises:
         ConfigError: There is no such model, it does not fit into memory, it has another tokenizer
-            or vocabulary, or an arrival could not stop it in time. Or the drafts are to come from
-            layers of the model itself.
+            or vocabulary, or an arrival could not stop it in time. Or the model's checkpoint has no
+            layer that predicts further tokens, or none that can be used.
     """
-    if config.draft == MTP and config.has_drafts:
-        raise ConfigError(_no_mtp(loaded.model.config))
     path = model_path(config.draft)
-    if path is None or not config.has_drafts:
+    if not config.has_drafts or (path is None and config.draft != MTP):
         return None
     start = f"draft={config.draft!r} cannot be used"
     if loaded.model.device.type != "cpu":
         raise ConfigError(f"{start}: a draft model runs on the CPU only; use draft='none'")
+    if path is None:
+        start = f"{start} with this model"
+        advice = f"use draft='auto', or a draft model with draft='{MODEL}PATH'"
+    else:
+        advice = "name another model, or use draft='none'"
     try:
-        _refuse_large(path)
-        drafts = load(path)
-        _refuse_others(loaded, drafts)
-        num_bytes = weight_bytes(drafts.model)  # the runner packs weights
-        runner = cpu_runner(drafts.model, max_segment_ms=config.max_segment_ms)
+        own = _further_layer(config, loaded) if path is None else _other_model(path, config, loaded)
     except (ConfigError, ModelError) as error:
-        raise ConfigError(f"{start}: {error}") from error
-    if runner.parts.has_states:
+        end = f"; {advice}" if path is None else ""
+        raise ConfigError(f"{start}: {error}{end}") from error
+    if own.runner.parts.has_states:
         why = "its layers carry a state, which cannot go back when a draft is rejected"
-    elif not runner.backend.is_native:
+    elif not own.runner.backend.is_native:
         why = "not every layer of it runs on our kernels, so an arrival would wait for it"
     else:
-        each = kv_token_bytes(runner.parts, drafts.model)
-        return OwnModel(runner, drafts.name, num_bytes, each)
-    raise ConfigError(f"{start}: {why}; name another model, or use draft='none'")
+        return own
+    raise ConfigError(f"{start}: {why}; {advice}")
 
 
-def _no_mtp(config: Any) -> str:
-    """Return the reasons why the layers of a checkpoint that predict further tokens draft nothing.
+def _other_model(path: str, config: EngineConfig, loaded: LoadedModel) -> OwnModel:
+    """Load another model that drafts."""
+    _refuse_large(path)
+    drafts = load(path)
+    _refuse_others(loaded, drafts)
+    num_bytes = weight_bytes(drafts.model)  # the runner packs weights
+    runner = cpu_runner(drafts.model, max_segment_ms=config.max_segment_ms)
+    return OwnModel(runner, drafts.name, num_bytes, kv_token_bytes(runner.parts, drafts.model))
 
-    Args:
-        config: Config of the model.
+
+def _further_layer(config: EngineConfig, loaded: LoadedModel) -> OwnModel:
+    """Load the layer of the model's checkpoint that predicts further tokens.
+
+    Its experts are rounded as those of the model.
     """
-    text = config.get_text_config(decoder=True)
-    num = getattr(text, "num_nextn_predict_layers", None) or getattr(text, "num_mtp_layers", None)
-    counted = f"counts {num}" if num else "counts none"
-    how = "leaves them out when it loads a model, and computes them only in generate(use_mtp=True)"
-    if not hasattr(modeling_layers, "MtpModel"):
-        how = "has no class that computes them"
-    return (
-        f"draft={MTP!r} cannot be used with this model: of layers that predict further tokens "
-        f"(num_nextn_predict_layers) its config {counted}; transformers {transformers.__version__} "
-        f"{how}, and qllm has no programs for them; use draft='auto', or a draft model with "
-        f"draft='{MODEL}PATH'"
+    layer, embedding = mtp_model(loaded.model)
+    num_bytes = weight_bytes(layer) - weight_bytes(embedding.embed)
+    runner = cpu_runner(
+        layer,
+        max_segment_ms=config.max_segment_ms,
+        expert_weights=config.expert_weights,
+        activations=config.activations,
     )
+    each, like = kv_token_bytes(runner.parts, layer), runner.parts.like
+    states = MOST_STATES_OF_ALL * like.shape[-1] * like.itemsize
+    return OwnModel(runner, loaded.name, num_bytes + states, each, embedding)
 
 
 def _refuse_large(path: str) -> None:

@@ -28,6 +28,9 @@ from qllm.types import Grain, RequestId
 
 OnSegment = Callable[[Program, Index, int, int], None]
 OnLogits = Callable[[RequestId, int, Tensor], None]
+OnHidden = Callable[[RequestId, int, Tensor], None]
+"""Receiver of last hidden states [T, D], before the last norm: the request, and the index of the
+first of the T tokens. Their memory may change later."""
 
 
 class Asking(Protocol):

@@ -7,7 +7,7 @@ layer       inside a layer: mid_TD, routed rows (per ROUTE op), expert work, nex
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -419,12 +419,8 @@ class Frame:
         Args:
             requests: Requests of the rows, by id.
         """
-        program, rejected = self.program, self._num_rejected()
-        ended = [
-            (r, row.hi - rejected.get(row.request_id, 0), requests[row.request_id])
-            for r, row in enumerate(program.rows)
-            if row.request_id not in self.dead and row.end_layer == program.num_layers
-        ]
+        program = self.program
+        ended = [(r, hi, requests[program.rows[r].request_id]) for r, hi in self._ended()]
         kept: list[tuple[RequestState, Tensor]] = []
         for r, hi, request in ended:
             if request.owes_prompt and hi < request.num_prompt_tokens:
@@ -436,6 +432,26 @@ class Frame:
             request.kv.commit(hi)
         for request, x_TD in kept:
             request.hidden.append(x_TD)
+
+    def last_states(self) -> Iterator[tuple[RequestId, int, Tensor]]:
+        """Yield request, first token and last hidden states [T, D] of each row that has ended."""
+        self.flush()
+        assert self.master_TD is not None
+        for r, hi in self._ended():
+            row, at = self.program.rows[r], self.program.offsets[r]
+            yield row.request_id, row.lo, self.master_TD[at : at + hi - row.lo]
+
+    def _ended(self) -> list[tuple[int, int]]:
+        """Return the living rows that ran through the last layer, and the end of their tokens.
+
+        Rejected drafts are no tokens.
+        """
+        program, rejected = self.program, self._num_rejected()
+        return [
+            (r, row.hi - rejected.get(row.request_id, 0))
+            for r, row in enumerate(program.rows)
+            if row.request_id not in self.dead and row.end_layer == program.num_layers
+        ]
 
     def _num_rejected(self) -> dict[RequestId, int]:
         """Return the number of rejected drafts of each row that verified drafts."""

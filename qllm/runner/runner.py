@@ -19,7 +19,7 @@ from qllm.models.discover import ModelParts, discover
 from qllm.models.identity import identity
 from qllm.models.unsafe import refuse_unsafe
 from qllm.plan import CutRule
-from qllm.runner.backend import Backend, OnLogits, OnSegment
+from qllm.runner.backend import Backend, OnHidden, OnLogits, OnSegment
 from qllm.runner.choosing import choose_some
 from qllm.runner.compute import RunOp
 from qllm.runner.frame import Frame, LayerState, RequestState, num_top_of
@@ -73,6 +73,8 @@ class TorchRunner:
         self.segments: Segments = Longest()
         self.on_segment: OnSegment | None = None
         self.on_logits: OnLogits | None = None
+        self.on_hidden: OnHidden | None = None
+        """Receiver of the last hidden states of all committed tokens; None if there is none."""
         self._clock, self._bytes_read, self.sampler = clock, 0, Sampler()
         self.requests: dict[RequestId, RequestState] = {}
         self.frames: dict[int, Frame] = {}
@@ -272,6 +274,9 @@ class TorchRunner:
         with inference():
             frame.save_rows(self.requests, program.end)
             frame.commit(self.requests)
+            if self.on_hidden is not None:
+                for states in frame.last_states():
+                    self.on_hidden(*states)
         sampled = [s for s in frame.sampled if s.request_id not in frame.dead]
         for token in sampled:
             self.requests[token.request_id].take(token.token_id)

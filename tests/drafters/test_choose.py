@@ -59,7 +59,7 @@ def test_only_an_engine_that_drafts_reads_the_prediction(draft: str, num: int) -
 
 
 def test_our_drafters_and_those_of_packages_are_known() -> None:
-    assert drafters() == [*OWN, "exit:E", "model:PATH", "gone", "number", "repeat"]
+    assert drafters() == [*OWN, "exit:E", "model:PATH", "mtp", "gone", "number", "repeat"]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_our_drafters_and_those_of_packages_are_known() -> None:
     [
         (
             "x",
-            "draft='x' is unknown; use one of none, auto, lookup, grammar, exit:E, model:PATH, "
+            "draft='x' is unknown; use one of none, auto, lookup, grammar, exit:E, model:PATH, mtp, "
             "gone, number, repeat",
         ),
         ("number", "drafter 'number' at their_drafters:NUMBER is 7, which makes no drafters; name"),

@@ -1,12 +1,16 @@
 """Drafts of a second model change no token, delay no arrival, and end with their requests."""
 
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from qllm import QLLMEngine, SamplingParams
 from qllm.drafters.model import DraftModel
@@ -20,8 +24,10 @@ from qllm.record import trace
 from qllm.types import Cap, FinishReason, Priority, StructuredOutputs
 from tests.support.draft_models import (
     FAMILIES,
+    MTP,
     OTHER,
     SAME,
+    WITH_MTP,
     drafting,
     engine_of,
     model_in,
@@ -95,14 +101,17 @@ def is_empty(engine: QLLMEngine) -> bool:
     """True if the draft model has no request, no KV and no frame."""
     model: Any = model_in(engine)
     runner = model._runner
-    return not (model._drafted or model.num_kv_tokens or runner.requests or runner.frames)
+    rest = getattr(model, "_unread", None) or getattr(model, "_predicted", None)
+    return not (model._drafted or model.num_kv_tokens or runner.requests or runner.frames or rest)
 
 
 # -- answers
 
 
-@pytest.mark.parametrize("seed", [SAME, OTHER])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "seed"),
+    [*product(FAMILIES, (SAME, OTHER)), (WITH_MTP, MTP)],
+)
 def test_answers_are_those_without_drafts(family: str, seed: int, folder: Path) -> None:
     """A draft model with the weights of the model is always right, also where tokens are drawn."""
     with engine_of(folder, family) as engine:
@@ -122,6 +131,11 @@ def test_answers_are_those_without_drafts(family: str, seed: int, folder: Path) 
     }
     assert stopped["seeded"].finish_reason is FinishReason.STOP
     assert said["faults"] == {}
+    if seed == MTP:
+        assert min(counts(found.values())) > 50
+        accepted, rejected = counts([found["greedy"], found["logprobs"]])
+        assert accepted > rejected / 20, "a random drafter is right once in 256 tokens"
+        return
     for kind in KINDS.keys() - set(UNLIKE):
         accepted, rejected = counts([found[kind]])
         assert (accepted > 10) is (seed == SAME), (kind, accepted)
@@ -231,7 +245,8 @@ def test_an_ls_arrival_stops_the_draft_model_and_runs_next(num_prompt: int, fold
         assert len(handles) > 3
     for number, begin in zip(handles, arrived, strict=True):
         planned = (e for e in events[begin:] if isinstance(e, trace.Planned))
-        assert number.number in [row.request_id for row in next(planned).rows]
+        rows = [row.request_id for row in next(planned).rows]
+        assert number.number in rows or first.number not in rows  # LS requests may wait for LS
 
 
 def test_no_draft_is_made_while_an_ls_request_waits_for_its_first_token(folder: Path) -> None:
@@ -282,11 +297,13 @@ SPECS = some_specs(12)
 
 @pytest.mark.parametrize("swap", [0, 4096])
 @pytest.mark.parametrize("policy", ["chaos", "qllm2"])
-@pytest.mark.parametrize("seed", [SAME, OTHER])
+@pytest.mark.parametrize("seed", [SAME, OTHER, MTP])
 def test_a_storm_leaves_every_stream_equal_to_its_solo_run(
     seed: int, policy: str, swap: int, folder: Path
 ) -> None:
     family = FAMILIES[(seed + bool(swap) + (policy == "chaos")) % len(FAMILIES)]
+    if seed == MTP:
+        family = WITH_MTP
     with engine_of(folder, family) as engine:
         expected = [engine.submit(priority="BE", **spec).result(300) for spec in SPECS]
     made = Chaos(seed) if policy == "chaos" else policy
@@ -306,7 +323,7 @@ def test_a_storm_leaves_every_stream_equal_to_its_solo_run(
     pairs = zip(numbers, results, strict=True)
     assert [n for n, r in pairs if not same(r, of_spec[id(storm.specs[n])])] == []
     accepted, rejected = counts(results)
-    assert (accepted > 10) is (seed == SAME)
+    assert (accepted > 10) is (seed != OTHER)
     assert rejected > 10 or seed == SAME
     assert said["model"]["stops"] > 0
     assert arrivals.num_made > 0
@@ -329,20 +346,21 @@ class Holds:
         return Plan(rows=(next_row(one, view),))
 
 
+@pytest.mark.parametrize(("family", "seed"), [("mixtral", SAME), (WITH_MTP, MTP)])
 def test_a_checkpoint_leaves_out_the_draft_model_which_catches_up(
-    folder: Path, tmp_path: Path
+    family: str, seed: int, folder: Path, tmp_path: Path
 ) -> None:
     spec: dict[str, Any] = {"prompt": prompt_of(40, 1), "max_tokens": 30, "temperature": 0}
-    with engine_of(folder) as engine:
+    with engine_of(folder, family) as engine:
         expected = engine.submit(**spec).result(300)
     holds = Holds(9)
-    with drafting(folder, policy=holds) as engine:
+    with drafting(folder, family, seed, policy=holds) as engine:
         engine.submit(**spec)
         while not holds.is_holding:
             engine.call(lambda: None)
         assert not is_empty(engine)
         assert engine.checkpoint(tmp_path / "saved") == 1
-    with drafting(folder) as engine:
+    with drafting(folder, family, seed) as engine:
         (handle,) = engine.restore(tmp_path / "saved")
         found = handle.result(300)
         assert is_empty(engine)
@@ -350,11 +368,14 @@ def test_a_checkpoint_leaves_out_the_draft_model_which_catches_up(
     assert counts([found])[0] > 5
 
 
-def test_a_pause_keeps_the_draft_model_and_a_cancel_frees_it(folder: Path) -> None:
+@pytest.mark.parametrize(("family", "seed"), [("mixtral", SAME), (WITH_MTP, MTP)])
+def test_a_pause_keeps_the_draft_model_and_a_cancel_frees_it(
+    family: str, seed: int, folder: Path
+) -> None:
     spec: dict[str, Any] = {"max_tokens": 300, "temperature": 0, "ignore_eos": True}
-    with engine_of(folder) as engine:
+    with engine_of(folder, family) as engine:
         expected = engine.submit(prompt_of(20, 1), "BE", **spec).result(300)
-    with drafting(folder) as engine:
+    with drafting(folder, family, seed) as engine:
         one, other = (engine.submit(prompt_of(20, n), "BE", **spec) for n in (1, 2))
         wait_for(lambda: min(len(one.token_ids), len(other.token_ids)) >= 8)
         one.pause()
@@ -368,11 +389,14 @@ def test_a_pause_keeps_the_draft_model_and_a_cancel_frees_it(folder: Path) -> No
     assert found.token_ids == expected.token_ids
 
 
-def test_a_prompt_that_came_in_pieces_and_changed_is_drafted_as_the_whole(folder: Path) -> None:
+@pytest.mark.parametrize(("family", "seed"), [("mixtral", SAME), (WITH_MTP, MTP)])
+def test_a_prompt_that_came_in_pieces_and_changed_is_drafted_as_the_whole(
+    family: str, seed: int, folder: Path
+) -> None:
     whole, spec = prompt_of(60, 1), {"max_tokens": 30, "temperature": 0, "ignore_eos": True}
-    with engine_of(folder) as engine:
+    with engine_of(folder, family) as engine:
         expected = engine.submit(whole, "LS", **spec).result(300)
-    with drafting(folder) as engine:
+    with drafting(folder, family, seed) as engine:
         prompt = engine.open("LS", [*whole[:30], 1, 2, 3])
         wait_for(lambda: engine.stats()["open_prompts"]["now"] == 1)
         prompt.replace(30, whole[30:45])
@@ -381,7 +405,7 @@ def test_a_prompt_that_came_in_pieces_and_changed_is_drafted_as_the_whole(folder
         assert is_empty(engine)
     assert found.token_ids == expected.token_ids
     assert counts([found])[0] > 10
-    assert counts([found])[1] == 0
+    assert counts([found])[1] == 0 or seed == MTP
 
 
 # -- what is refused
@@ -514,25 +538,77 @@ def test_the_class_of_a_request_is_the_class_of_its_drafts(folder: Path) -> None
 # -- layers of the checkpoint that predict further tokens
 
 
+# -- the layer of a checkpoint that predicts further tokens
+
+
 @pytest.mark.parametrize(
     ("family", "num", "said"),
-    [
-        ("deepseek_v3", 1, "its config counts 1; "),
-        ("deepseek_v3", 2, "its config counts 2; "),
-        ("deepseek_v3", 0, "its config counts none; "),
-        ("mixtral", None, "its config counts none; "),
-    ],
+    [(WITH_MTP, 0, "counts none, and transformers"), ("mixtral", None, "counts none, and")],
 )
-def test_layers_that_predict_further_tokens_are_refused_with_both_reasons(
-    family: str, num: int | None, said: str, monkeypatch: pytest.MonkeyPatch
+def test_a_config_without_further_layers_is_refused(
+    family: str, num: int | None, said: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = make_model(family, torch.bfloat16)
+    model = load(saved(folder, family)).model
     if num is not None:
         model.config.num_nextn_predict_layers = num
     text = refused(model, "mtp")
-    assert f"(num_nextn_predict_layers) {said}transformers {transformers.__version__} " in text
-    assert "leaves them out when it loads a model, and computes them only in generate" in text
-    assert "qllm has no programs for them; use draft='auto', or a draft model" in text
+    assert "with this model: of layers that predict further tokens " in text
+    assert f"(num_nextn_predict_layers) its config {said}" in text
+    assert text.endswith("; use draft='auto', or a draft model with draft='model:PATH'")
     monkeypatch.delattr(transformers.modeling_layers, "MtpModel")
     text = refused(model, "mtp")
-    assert f"{said}transformers {transformers.__version__} has no class that computes them" in text
+    assert f"transformers {transformers.__version__} has no class that computes them" in text
+
+
+def test_a_transformers_without_the_class_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(transformers.modeling_layers, "MtpModel")
+    text = refused(load(saved(folder, WITH_MTP)).model, "mtp")
+    assert f"counts 1, and transformers {transformers.__version__} has no class" in text
+
+
+def test_a_checkpoint_without_the_layer_is_refused(tmp_path: Path) -> None:
+    make_model("deepseek_v3", torch.bfloat16).save_pretrained(tmp_path)
+    text = refused(load(tmp_path).model, "mtp")
+    assert f"{tmp_path} has no weights whose names contain 'layers.3.'; use draft='auto'" in text
+    text = refused(make_model("deepseek_v3", torch.bfloat16), "mtp")
+    assert "it was made in memory, and only a checkpoint has such layers" in text
+
+
+@pytest.mark.parametrize("lost", ["enorm.weight", "mlp.experts.3.up_proj.weight"])
+def test_a_layer_with_a_missing_weight_is_refused(lost: str, folder: Path, tmp_path: Path) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors[f"model.layers.3.{lost}"]
+
+    text = refused(load(changed(folder, tmp_path, change)).model, "mtp")
+    assert f"transformers {transformers.__version__} cannot read the layer in {tmp_path}" in text
+
+
+def test_a_quantised_layer_is_refused(folder: Path, tmp_path: Path) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        name = "model.layers.3.eh_proj.weight"
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+
+    text = refused(load(changed(folder, tmp_path, change)).model, "mtp")
+    assert "model.layers.3.eh_proj.weight is stored as F8_E4M3, and such layers are read" in text
+
+
+def test_a_refused_layer_leaves_the_model_as_it_was(folder: Path, tmp_path: Path) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors["model.layers.3.enorm.weight"]
+
+    model = load(changed(folder, tmp_path, change)).model
+    before = (model._keys_to_ignore_on_load_unexpected, model.config.to_dict())
+    refused(model, "mtp")
+    assert (model._keys_to_ignore_on_load_unexpected, model.config.to_dict()) == before
+
+
+def changed(folder: Path, found: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+    """A copy of a model with a further layer, whose tensors are changed after it was loaded."""
+    shutil.copytree(saved(folder, WITH_MTP), found, dirs_exist_ok=True)
+    path = found / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, {"format": "pt"})
+    return found

@@ -91,6 +91,11 @@ GROUPS = {
     "drafters.model": Floor(
         "types plan drafters.protocol ingress.protocol runner.protocol scheduler", PURE
     ),
+    "drafters.mtp": Floor(  # reads hidden states of a model
+        "types drafters.model drafters.protocol ingress.protocol models.mtp runner.runner "
+        "runner.sampling scheduler",
+        PURE | {"torch"},
+    ),
     "engine.storage": Floor(
         f"{BASE} engine.costs engine.delayed engine.kv ingress kernels models private runner "
         "scheduler",
