@@ -69,21 +69,29 @@ class _Drafting:
 class _ExitCosts:
     """The measured times of draft rows, and of the rows that verify their tokens.
 
+    Each draft row is a program, so the engine's time between two programs counts too.
+
     Args:
         exit_share: Part of the layers that draft rows run.
     """
 
     def __init__(self, exit_share: float) -> None:
         self._share = exit_share
-        self._draft_ns = 0
+        self._draft_ns = self._between_ns = 0
         self._verify_ns: dict[int, int] = {}
         """Time of a row that verifies, by its number of tokens."""
+        self._last: tuple[RequestId, int] | None = None
+        """The request of the last program, and its end."""
 
-    def ran(self, program: Program, elapsed_ns: int) -> None:
+    def ran(self, program: Program, start_ns: int, end_ns: int) -> None:
         """Learn from a program that ran from start to end without a stop."""
+        last, self._last = self._last, None
         if len(program.rows) > 1:
             return
-        (row,), (num,) = program.rows, program.samples
+        (row,), (num,), elapsed_ns = program.rows, program.samples, end_ns - start_ns
+        self._last = row.request_id, end_ns
+        if last is not None and last[0] == row.request_id:
+            self._between_ns = blend(self._between_ns, start_ns - last[1])
         if program.exits and num:
             self._draft_ns = blend(self._draft_ns, elapsed_ns)
         elif row.start_layer and num:
@@ -94,7 +102,7 @@ class _ExitCosts:
         whole_ns, num = costs.decode(num_drafts + 1), num_drafts + 1
         verify_ns = self._verify_ns.get(num) or round(whole_ns * (1 - self._share))
         draft_ns = self._draft_ns or round(costs.decode(1) * self._share)
-        return num * draft_ns + verify_ns - whole_ns if num_drafts else 0
+        return num * (draft_ns + self._between_ns) + verify_ns - whole_ns if num_drafts else 0
 
 
 class Drafts:
@@ -179,17 +187,17 @@ class Drafts:
         return model is not None and model.was_stopped
 
     def verified(
-        self, program: Program, sampled: Sequence[Sampled], elapsed_ns: int | None = None
+        self, program: Program, sampled: Sequence[Sampled], ran: tuple[int, int] | None = None
     ) -> None:
         """Take the tokens that a program sampled, and record the verified drafts.
 
         Args:
             program: Program that ended.
             sampled: Its tokens.
-            elapsed_ns: Time that it ran; None if it was stopped in between.
+            ran: Its start and end in nanoseconds; None if it was stopped in between.
         """
-        if self._exit_layer and elapsed_ns is not None:
-            self._exit_costs.ran(program, elapsed_ns)
+        if self._exit_layer and ran is not None:
+            self._exit_costs.ran(program, *ran)
         for r in program.exits:
             if program.samples[r]:
                 self._drafted(program.rows[r])

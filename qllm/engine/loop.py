@@ -408,8 +408,8 @@ class EngineLoop:
         ids = [s.request_id for s in sampled]
         self.scheduler.done(program.end, ids, start_ns, end_ns)
         if self.drafts is not None:
-            is_whole = decision.start == (0, 0)
-            self.drafts.verified(program, sampled, end_ns - start_ns if is_whole else None)
+            ran = (start_ns, end_ns) if decision.start == (0, 0) else None
+            self.drafts.verified(program, sampled, ran)
         if self.prefix is not None:
             for token in sampled:
                 self.prefix.took(token.request_id, token.token_id)

@@ -67,8 +67,8 @@ def test_our_drafters_and_those_of_packages_are_known() -> None:
     [
         (
             "x",
-            "draft='x' is unknown; use one of none, auto, lookup, grammar, exit:E, model:PATH, mtp, "
-            "gone, number, repeat",
+            "draft='x' is unknown; use one of none, auto, lookup, grammar, exit:E, model:PATH, "
+            "mtp, gone, number, repeat",
         ),
         ("number", "drafter 'number' at their_drafters:NUMBER is 7, which makes no drafters; name"),
         ("gone", "drafter 'gone' cannot be loaded from their_drafters:Gone: .*; repair or unins"),

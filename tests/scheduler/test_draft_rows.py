@@ -119,9 +119,21 @@ def test_the_costs_of_drafts_are_those_of_rows_alone() -> None:
     costs = _ExitCosts(EXIT / LAYERS)
     assert [costs.extra_ns(COSTS, n) for n in (0, 1)] == [0, 2 * 5 + 10 - 20]
     draft = Row(1, 9, 10, 0, EXIT)
-    costs.ran(made([draft, Row(2, 3, 4, 0, LAYERS)], [1, 1], exits=(0,)), 999)
+    costs.ran(made([draft, Row(2, 3, 4, 0, LAYERS)], [1, 1], exits=(0,)), 0, 999)
     assert costs.extra_ns(COSTS, 1) == 0
-    costs.ran(made([draft], [1], exits=(0,)), 8)
+    costs.ran(made([draft], [1], exits=(0,)), 1000, 1008)
     assert costs.extra_ns(COSTS, 1) == 2 * 8 + 10 - 20
-    costs.ran(made([Row(1, 9, 11, EXIT, LAYERS)], [2]), 14)
+    costs.ran(made([Row(3, 9, 11, EXIT, LAYERS)], [2]), 1010, 1024)
     assert costs.extra_ns(COSTS, 1) == 2 * 8 + 14 - 20
+
+
+def test_the_time_between_two_programs_of_a_request_is_part_of_a_draft() -> None:
+    costs = _ExitCosts(EXIT / LAYERS)
+    draft, other = Row(1, 9, 10, 0, EXIT), Row(2, 9, 10, 0, EXIT)
+    costs.ran(made([draft], [1], exits=(0,)), 0, 8)
+    costs.ran(made([draft], [1], exits=(0,)), 11, 19)
+    assert costs.extra_ns(COSTS, 2) == 3 * (8 + 3) + 15 - 30
+    costs.ran(made([other], [1], exits=(0,)), 700, 708)
+    costs.ran(made([draft, other], [1, 1], exits=(0, 1)), 1708, 1716)
+    costs.ran(made([other], [1], exits=(0,)), 2716, 2724)
+    assert costs.extra_ns(COSTS, 2) == 3 * (8 + 3) + 15 - 30
