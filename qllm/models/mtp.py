@@ -66,14 +66,17 @@ def mtp_model(model: PreTrainedModel) -> tuple[PreTrainedModel, MtpEmbedding]:
     """
     text: Any = model.config.get_text_config(decoder=True)
     num = getattr(text, "num_nextn_predict_layers", None) or getattr(text, "num_mtp_layers", None)
-    has_class = hasattr(modeling_layers, "MtpModel")
-    if not num or not has_class:
-        counts = f"counts {num}" if num else "counts none"
-        can = "computes them" if has_class else "has no class that computes them"
-        raise ModelError(
-            "of layers that predict further tokens (num_nextn_predict_layers) its config "
-            f"{counts}, and transformers {transformers.__version__} {can}"
+    why = []
+    if not num:
+        why.append(
+            "its config counts no layer that predicts further tokens (num_nextn_predict_layers)"
         )
+    if not hasattr(modeling_layers, "MtpModel"):
+        why.append(
+            f"transformers {transformers.__version__} has no class that computes such layers"
+        )
+    if why:
+        raise ModelError(", and ".join(why))
     folder = _folder_of(model)
     _refuse_weights(folder, text.num_hidden_layers)
     try:
