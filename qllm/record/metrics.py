@@ -197,8 +197,6 @@ class _Meter:
             self.planned_ns = at_ns
         if self.last_ran_ns is None:
             self.last_ran_ns = at_ns
-        if self.has_draft(row):
-            return
         if row.lo < (self.hi if row.start_layer < self.depth else self.lo):
             self.lose(_Cause.PREEMPTED, row.lo, self.hi)
         for cause, (a, b) in self.lost.items():

@@ -177,7 +177,7 @@ class RequestState:
 
     def without_drafts(self) -> None:
         """Drop unfinished rows that verify or draft tokens, and the KV that they wrote."""
-        if self.drafted is not None or self.kv.written > len(self.ids):
+        if self.kv.written > len(self.ids):
             self.forget_begun()
 
     def export(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -186,7 +186,7 @@ class RequestState:
         Unfinished rows that verify or draft tokens are left out, with the KV that they wrote.
         """
         kv, kept = dict(self.kv.export()), self.kept
-        if self.drafted is not None or self.kv.written > len(self.ids):
+        if self.kv.written > len(self.ids):
             num = self.kv.committed
             kv, kept = {name: t[:, :, :num].contiguous() for name, t in kv.items()}, None
         tensors = {**kv, **self.kv.states.export()}

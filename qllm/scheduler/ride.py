@@ -134,6 +134,9 @@ def settle(
 ) -> Riding:
     """Return the state after a run. Decodes of the best tier earn credit; other runs spend credit.
 
+    A draft row earns the same part of its time as a decode, unless a target bounds the gaps between
+    tokens. Then the row that verifies earns what the target leaves.
+
     Args:
         riding: State before the run.
         ranking: Order of requests after the run.
@@ -154,10 +157,14 @@ def settle(
         return Riding(credit - elapsed_ns, margin, spent + elapsed_ns, best_ns)
     if not done or not all(r.is_decoding for r in decoding):
         return Riding(credit, margin, 0, end_ns)
-    if program.exits:  # a draft row is no whole step, and gives no token
-        joined_ns = elapsed_ns if len(decoding) < len(program.rows) else 0
-        return Riding(credit - joined_ns, margin, 0, end_ns)
     target = tpot_target_ns(decoding)
+    if program.exits:  # a draft row is a part of a step, and gives no token
+        if len(decoding) < len(program.rows):
+            credit -= elapsed_ns
+        elif target is None:
+            cap = RIDE_CAP * ride_allowance_ns(ranking.policy, costs, len(decoding), None)
+            credit = max(credit, min(cap, credit + int(elapsed_ns * ranking.policy.ride.frac)))
+        return Riding(credit, margin, 0, end_ns)
     places = zip(program.request_ids, program.samples, strict=True)
     num = sum([max(1, samples) for request_id, samples in places if request_id in best])
     allowance = ride_allowance_ns(ranking.policy, costs, num, target)

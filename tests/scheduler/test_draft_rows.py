@@ -1,5 +1,6 @@
 """Draft rows, one state at a time: a request with ten known tokens, and rows through two layers."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from qllm.policy import CostTable, decode_tokens
 from qllm.scheduler.compile import compile_program
 from qllm.scheduler.program import Index, OpKind, Program
 from qllm.scheduler.request import Request
+from qllm.scheduler.ride import Riding, settle
 from qllm.scheduler.rules import _broken_row
-from qllm.types import Frontier
+from qllm.types import Frontier, Slo
 
 EXIT, LAYERS = 2, 4
 SHAPE = ModelShape(LAYERS, 4, 2, (True,) * LAYERS, 64, 64)
@@ -113,6 +115,28 @@ def test_head_takes_draft_rows_that_choose_a_token() -> None:
 
 
 COSTS = CostTable((10, 20, 40, 80, 160), 1)
+
+
+def earned(program: Program, credit: int = 0, tpot_ms: float | None = None) -> int:
+    """The time that BE may take after a program of 12 ns of an LS request."""
+    slo = Slo() if tpot_ms is None else Slo(ttft_ms=1, tpot_ms=tpot_ms)
+    requests: list[Any] = [decoding(slo=slo), decoding(request_id=2, priority=10)]
+    ranked: list[Any] = [SimpleNamespace(request_id=r.request_id, request=r, tier=r.priority)
+                         for r in requests]  # fmt: skip
+    policy = SimpleNamespace(ride=SimpleNamespace(frac=0.25))
+    ranking: Any = SimpleNamespace(admitted=ranked, policy=policy, tiers=[0, 10])
+    return settle(Riding(credit), ranking, COSTS, program, True, 100, 112).credit_ns
+
+
+def test_a_draft_row_earns_time_for_others_as_a_decode_does() -> None:
+    draft, other = Row(1, 9, 10, 0, EXIT), Row(2, 9, 10, 0, EXIT)
+    alone = made([draft], [1], exits=(0,))
+    assert earned(alone) == 3
+    assert earned(alone, 7) == 10
+    assert earned(alone, 15) == 16, "the cap of a decode"
+    assert earned(alone, 40) == 40
+    assert earned(alone, 7, tpot_ms=5) == 7, "a target bounds the gap to the next token"
+    assert earned(made([draft, other], [1, 1], exits=(0, 1)), 7) == 7 - 12
 
 
 def test_the_costs_of_drafts_are_those_of_rows_alone() -> None:
