@@ -132,6 +132,25 @@ def alone() -> Iterator[Any]:
     return of
 
 
+def test_a_draft_row_knows_the_drafts_before_it() -> None:
+    """Penalties count drafted tokens as tokens of the answer."""
+    seen: list[int] = []
+    with engine_of("mixtral") as engine:
+        sampler: Any = loop_of(engine).runner.sampler
+        guess = sampler.guess
+
+        def noted(logits: Any, ids: Any, positions: Sequence[int], outputs: Any) -> Any:
+            assert [9 + len(ids) for ids in outputs] == list(positions)
+            seen.extend(map(len, outputs))
+            return guess(logits, ids, positions, outputs)
+
+        sampler.guess = noted
+        draft(engine, Exit(1))
+        how = SamplingParams(temperature=1, seed=1, presence_penalty=1, ignore_eos=True)
+        engine.submit(prompt_of(9, 1), "LS", 8, sampling=how).result(300)
+    assert len(seen) > len(set(seen)) > 5
+
+
 CELLS = [(family, drafter) for family in FAMILIES for drafter in (*DRAFTERS, *EXITS)]
 CELLS += [(family, drafter) for family in NATIVE for drafter in DRAFTERS]
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from qllm import QLLMEngine
+from qllm.drafters.exit import Exit
 from qllm.frontend.handle import Result
 from qllm.plan import Plan
 from qllm.policy import NO_STOP, View, next_row
@@ -170,3 +171,36 @@ def test_a_checkpoint_leaves_out_drafts(family: str, after: int, tmp_path: Path)
     assert 0 < len(before) < 20
     assert found.token_ids == expected.token_ids
     assert counts([found])[0] > 0
+
+
+class HoldsAtExit(Holds):
+    """Stops everything while a row drafts, or between two rows of which one drafted."""
+
+    def plan(self, view: View) -> Plan:
+        self.after -= any(r.exit_layer for r in view.requests)
+        if self.is_holding or self.after < 0:
+            self.is_holding = True
+            return Plan(wait_until_ns=view.now_ns + 1_000_000)
+        return Everywhere.plan(self, view)
+
+
+@pytest.mark.parametrize("after", range(24))
+def test_a_checkpoint_leaves_out_draft_rows(after: int, tmp_path: Path) -> None:
+    spec = {**SPECS[0], "prompt": prompt_of(17, 1), "max_tokens": 8}
+    with engine_of("mixtral") as engine:
+        expected = engine.submit(priority="BE", **spec).result(300)
+    holds = HoldsAtExit(after)
+    with engine_of("mixtral", policy=holds) as engine:
+        fine(engine)
+        engine.call(lambda: loop_of(engine).draft_with(Exit(1), 4, warn=print, weighs=False))
+        engine.submit(priority="BE", **spec)
+        while not holds.is_holding:
+            engine.call(lambda: None)
+        assert engine.checkpoint(tmp_path / "saved") == 1
+    with engine_of("mixtral") as engine:
+        fine(engine)
+        engine.call(lambda: loop_of(engine).draft_with(Exit(1), 4, warn=print, weighs=False))
+        (handle,) = engine.restore(tmp_path / "saved")
+        found = handle.result(300)
+    assert found.token_ids == expected.token_ids
+    assert sum(counts([found])) > 0
