@@ -290,15 +290,11 @@ def matrix_of(
         arena: Allocator of the packed weights; None allocates memory for them alone.
     """
     given = list(biases) or [None] * len(weights)
-    runs: list[tuple[list[Tensor | Quantised], list[Tensor | None]]] = []
-    for weight, bias in zip(weights, given, strict=True):
-        if not runs or not _alike(runs[-1][0][-1], weight):
-            runs.append(([], []))
-        runs[-1][0].append(weight)
-        runs[-1][1].append(bias)
-    if any(sum(map(_outputs, run)) % cpu.PANEL for run, _ in runs[:-1]):
+    if expands(weights):
         plain = [w.dequantised() if isinstance(w, Quantised) else w for w in weights]
         return cpu.Matrix(plain, biases, arena)
+    left = iter([bias for _, bias in zip(weights, given, strict=True)])
+    runs = [(run, [next(left) for _ in run]) for run in _runs(weights)]
     rest: cpu.Matrix | None = None
     for run, own in reversed(runs):
         matrix = _of_one_format(run, own, arena)
@@ -306,6 +302,21 @@ def matrix_of(
         rest = matrix
     assert rest is not None
     return rest
+
+
+def expands(weights: Sequence[Tensor | Quantised]) -> bool:
+    """Return True if `matrix_of` makes bf16 of quantised weights, because formats differ."""
+    return any(sum(map(_outputs, run)) % cpu.PANEL for run in _runs(weights)[:-1])
+
+
+def _runs(weights: Sequence[Tensor | Quantised]) -> list[list[Tensor | Quantised]]:
+    """Return consecutive weights of one format together."""
+    runs: list[list[Tensor | Quantised]] = []
+    for weight in weights:
+        if not runs or not _alike(runs[-1][-1], weight):
+            runs.append([])
+        runs[-1].append(weight)
+    return runs
 
 
 def _of_one_format(

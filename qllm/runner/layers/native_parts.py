@@ -130,6 +130,11 @@ class HeadWeights(NamedTuple):
         """Number of KV heads."""
         return self.keys.num_outputs // self.head_dim
 
+    @property
+    def norm_is_whole(self) -> bool:
+        """True if `qk_norm` reads all heads of a token together."""
+        return self.qk_norm is not None and self.qk_norm[0].width != self.head_dim
+
     def share(self, heads: range, kv_heads: range) -> "HeadWeights":
         """Return the weights of some query heads and of their KV heads, with the whole `out`."""
         sinks, gate, width = self.sinks_N, self.gate, self.head_dim
