@@ -26,6 +26,7 @@ from qllm.sharded.weights import refuse_unsplit, shape_of
 from tests.support import tiny_configs
 from tests.support.all_families import DENSE, MOE
 from tests.support.families import FAMILIES, make_model
+from tests.support.files import ROOT
 from tests.support.sharded import wide_model
 
 SIZES = {"hidden_size": 128, "head_dim": 32, "qk_rope_head_dim": 32, "qk_head_dim": 48}
@@ -207,3 +208,14 @@ def test_a_plan_is_printed_with_the_bytes_of_each_rank() -> None:
     assert lines[1].split() == ["0", "0-0", "0-0", "0-63", "0-2", "0-127", "1.3"]
     assert lines[3].split() == ["2", "2-3", "1-1", "128-129", "6-7", "256-299", "0.4"]
     assert str(plan_of(SHAPE._replace(hidden=64), 2)).splitlines()[2].split()[3] == "none"
+
+
+def test_the_page_shows_the_plan_of_the_tiny_model(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs" / "design" / "sharded.md").read_text()
+    found = re.search(r"```python\n(.*?)```\n\n```\n(.*?)```", page, re.DOTALL)
+    assert found is not None
+    monkeypatch.chdir(ROOT)
+    exec(found[1], {})
+    assert capsys.readouterr().out == found[2]
