@@ -1,6 +1,8 @@
 """Ranks as threads: KV, logits and tokens have the bits of the whole model."""
 
 import math
+import threading
+from collections import Counter
 from functools import cache
 from typing import Any
 
@@ -10,8 +12,10 @@ from torch import Tensor
 
 from qllm.errors import ConfigError, InvariantError, ModelError
 from qllm.kernels import cpu
+from qllm.kernels.cpu.experts import Experts
 from qllm.kernels.quantised import Quantised
 from qllm.models.weights.formats.rounding import int4
+from qllm.runner.layers.native_experts import NativeBank
 from qllm.runner.layers.native_parts import Projection
 from qllm.sharded.group import Form, Group, Member
 from qllm.sharded.layer import RankLayer, refuse_lost_rounding
@@ -175,6 +179,39 @@ def test_the_best_of_ranks_is_the_largest_logit_and_then_the_lowest_rank(
     logits: list[float], chosen: int
 ) -> None:
     assert best_of([Best(x, 100 * i) for i, x in enumerate(logits)]).token_id == 100 * chosen
+
+
+# -- memory
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3])
+def test_a_rank_packs_the_bytes_of_its_plan(tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms, routers and the embedding are not packed. The head's outputs are padded to 16."""
+    split, taken, take = split_of("mixtral", "bf16", tp), Counter[int](), cpu.Arena.take
+    experts, packed = Counter[int](), NativeBank.packed
+
+    def counted(self: cpu.Arena, *shape: int) -> Tensor:
+        taken[threading.get_ident()] += 2 * math.prod(shape)
+        return take(self, *shape)
+
+    def counted_experts(self: NativeBank, own: range) -> Experts:
+        found = packed(self, own)
+        experts[threading.get_ident()] += found.num_bytes * len(own)
+        return found
+
+    monkeypatch.setattr(cpu.Arena, "take", counted)
+    monkeypatch.setattr(NativeBank, "packed", counted_experts)
+
+    def work(member: Member) -> int:
+        Rank(split, member, NEVER)
+        return taken[threading.get_ident()] + experts[threading.get_ident()]
+
+    width, num_experts = split.plan.shape.hidden, split.parts.shape.num_experts
+    unpacked = (2 + num_experts) * len(split.parts.layers) * width + width
+    for plan, found in zip(split.plan.ranks, Group(tp).run(work), strict=True):
+        num_ids = len(plan.vocabulary)
+        padding = (-num_ids % 16 - num_ids) * width
+        assert found == plan.num_bytes + 2 * (padding - unpacked)
 
 
 # -- refusals
