@@ -165,6 +165,9 @@ void attention(const Kernels& k, Results& results, int64_t heads, int64_t groups
   Half cos = values(tokens * a.cos_width), sin = values(tokens * a.cos_width);
   Half q(tokens * heads * h), out(tokens * heads * h);
   k.attend_in(q.data(), x.data(), cos.data(), sin.data(), tokens, a, Slabs::kIndex, slabs.spans, 3);
+  Half rows = values(tokens * qkv.matrix.n);
+  k.place_heads(q.data(), rows.data(), cos.data(), sin.data(), a, Slabs::kIndex, slabs.spans, 3);
+  results.add(q);
   std::vector<float> sums(tokens * heads * h), softmax(tokens * heads * 2);
   for (int64_t begin : {0, 64}) {
     Part part{sums.data(), softmax.data(), begin, begin ? Slabs::kCapacity : 64, !begin, begin > 0};
@@ -274,6 +277,9 @@ void experts(const Kernels& k, Results& results) {
   Mlp shared{&plain, &gate.matrix};
   k.mlp(out.data(), normed.data(), shared, tokens);
   results.add(out);
+  Half both = values(tokens * 2 * hidden), gated(tokens * hidden);
+  k.swiglu(gated.data(), both.data(), tokens, hidden);
+  results.add(gated);
 }
 
 // A DeltaNet of random weights, and spans of two requests: one begins, one goes on.

@@ -32,8 +32,9 @@ from qllm.runner.layers.drivers import FastDriver, HookedDriver, LayerDriver, Wh
 from qllm.runner.layers.embeddings import Embedding
 from qllm.runner.layers.experts import expert_banks
 from qllm.runner.layers.linears import Head, Linears
-from qllm.runner.layers.native import NativeDriver, native_norm
+from qllm.runner.layers.native import NativeDriver
 from qllm.runner.layers.native_experts import NativeBank, is_covered
+from qllm.runner.layers.native_parts import native_norm
 from qllm.runner.layers.rows import PLAIN, RowBlocks, RowRule
 from qllm.runner.layers.work import Bank
 from qllm.runner.sweep import Sweep

@@ -17,7 +17,7 @@ length (`Switch.recomputes`). At that length the engine evicts the request and c
 with the long factors. In the other families, cached keys keep their first factors.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,9 +29,9 @@ from qllm.errors import ModelError
 from qllm.models.arguments import cache_of_function
 from qllm.models.discover import ModelParts, base_model
 from qllm.models.positions import STATIC_ROPE, embeddings
+from qllm.plan import Row
 from qllm.runner.frame import RequestState
 from qllm.runner.rope_tables import RopeTable, RowRopes, Switch
-from qllm.scheduler.program import Program
 from qllm.types import RequestId
 
 
@@ -111,7 +111,7 @@ class Ropes:
         """See `ModelShape`."""
         return self.switch.at if self.switch is not None and self.switch.recomputes else None
 
-    def rows(self, program: Program, requests: Mapping[RequestId, RequestState]) -> RowRopes:
+    def rows(self, rows: Sequence[Row], requests: Mapping[RequestId, RequestState]) -> RowRopes:
         """Return the embeddings of the rows of a program.
 
         The embeddings of a row depend only on the row's request. A dead row has no request. Layers
@@ -119,15 +119,15 @@ class Ropes:
         """
         if self._takes_ids:
             ids: list[int] = []
-            for row in program.rows:
+            for row in rows:
                 own = requests.get(row.request_id)
                 ids += [0] * row.num_tokens if own is None else own.ids[row.lo : row.hi]
             return RowRopes({}, (), given=(torch.tensor([ids], device=self._device),))
-        ranges = [(row.lo, row.hi) for row in program.rows]
+        ranges = [(row.lo, row.hi) for row in rows]
         if self.switch is None:
             return RowRopes(self._tables, ranges)
         lengths = []
-        for row in program.rows:
+        for row in rows:
             held = requests.get(row.request_id)
             known = (0, 0) if held is None else (held.num_prompt_tokens, len(held.ids))
             lengths.append(self.switch.length_of(*known))

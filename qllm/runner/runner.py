@@ -220,7 +220,7 @@ class TorchRunner:
             request.kv.states.begin(len(request.ids), row.hi)
         frame = Frame(program)
         with inference():
-            frame.rope = self.rope.rows(program, self.requests)
+            frame.rope = self.rope.rows(program.rows, self.requests)
             frame.load_rows(self.requests, self.parts)
         self.frames[program.frame_id] = frame
 
@@ -467,7 +467,7 @@ class TorchRunner:
         """Make a frame from the tensors of `export_frame`. Its requests must be present already."""
         frame = Frame(program)
         with inference():
-            frame.rope = self.rope.rows(program, self.requests)
+            frame.rope = self.rope.rows(program.rows, self.requests)
             here = {name: t.to(self._device, copy=True) for name, t in tensors.items()}
             frame.restore(here)
             if "work.ids" in here:

@@ -11,62 +11,12 @@ from qllm import QLLMEngine
 from qllm.errors import ConfigError, ModelError
 from tests.long import families as all_families
 from tests.support import tiny_configs
-from tests.support.all_families import MOE
+from tests.support.all_families import DENSE, MOE
 from tests.support.families import FAMILIES, make_model
 from tests.support.files import ROOT
 
 PAGE = (ROOT / "docs" / "guides" / "families.md").read_text()
 RESULTS = ROOT / "bench" / "results" / "families.json"
-DENSE = [
-    "apertus",
-    "arcee",
-    "bitnet",
-    "cohere",
-    "cohere2",
-    "cwm",
-    "emu3",
-    "ernie4_5",
-    "exaone4",
-    "fuyu",
-    "gemma",
-    "gemma2",
-    "gemma3",
-    "gemma3_text",
-    "gemma4_unified_text",
-    "glm",
-    "glm4",
-    "granite",
-    "granite_swa",
-    "helium",
-    "hunyuan_v1_dense",
-    "hyperclovax",
-    "internlm3",
-    "iquestcoder",
-    "jais2",
-    "lfm2",
-    "lfm3",
-    "llama",
-    "minicpm3",
-    "ministral",
-    "mistral",
-    "olmo",
-    "olmo2",
-    "olmo3",
-    "olmo_hybrid",
-    "persimmon",
-    "phi",
-    "phi3",
-    "phi4_multimodal",
-    "qwen2",
-    "qwen3",
-    "qwen3_5",
-    "qwen3_5_text",
-    "seed_oss",
-    "smollm3",
-    "starcoder2",
-    "vaultgemma",
-    "youtu",
-]
 PARTS = {
     "biogpt": "no norm before its output head",
     "ctrl": "no norm before its output head",

@@ -254,6 +254,28 @@ class Matrix:
         self.num_out += rest.num_out
         self.struct.n = self.num_out
 
+    def columns(self, start: int, stop: int) -> "Matrix":
+        """Return outputs [start, stop) as a matrix that shares the memory of this one.
+
+        Raises:
+            ValueError: The range starts or ends inside a panel, or another matrix follows.
+        """
+        ends = (start % PANEL, stop % PANEL if stop != self.num_out else 0)
+        if ends != (0, 0) or not 0 <= start < stop <= self.num_out or self.struct.rest:
+            raise ValueError(
+                f"outputs {start} to {stop} of {self.num_out}: a range of one matrix starts and "
+                f"ends at a multiple of {PANEL}, or ends with the last output"
+            )
+        part = Matrix.__new__(Matrix)
+        bias = None if self.bias is None else self.bias[start:stop]
+        packed = self.packed.view(-1)[start // PANEL * self._panel_numel() :]
+        part._hold(packed, stop - start, self.num_in, [bias], self._format)
+        return part
+
+    def _panel_numel(self) -> int:
+        """Return the number of packed values of a whole panel."""
+        return PANEL * self.num_in
+
     def linear(self, x: Tensor) -> Tensor:
         """Return `F.linear` of x, bf16 [..., in]."""
         x = dense(x)

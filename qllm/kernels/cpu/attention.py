@@ -248,7 +248,8 @@ class Attention(_Attends):
         if num_heads % num_kv_heads:
             raise ValueError(f"{num_heads} heads on {num_kv_heads}")
         sinks = None if sinks_N is None else sinks_N.detach().float().contiguous()
-        self._keep = (qkv, norm, qk_norm, sinks)
+        self.qkv, self.norm = qkv, norm
+        self._keep = (qk_norm, sinks)
         self.slab = num_kv_heads, head_dim, head_dim
         q_norm, k_norm = qk_norm or (None, None)
         self._enter = native.attend_in
@@ -264,6 +265,25 @@ class Attention(_Attends):
             rotated,
             float("inf") if clip is None else clip,
         )
+
+    def place(
+        self, rows_TH: Tensor, cos: Tensor, sin: Tensor, layer: int, spans: int, num_spans: int
+    ) -> Tensor:
+        """Do the part of `enter` after the projection.
+
+        Args:
+            rows_TH: Projected rows, bf16 [T, (N + 2G) * H], which are overwritten.
+            cos: Cosines, as in `enter`.
+            sin: Sines, as in `enter`.
+            layer: Index of the layer.
+            spans: Address of the spans.
+            num_spans: Number of spans.
+        """
+        rows_TH, cos, sin = dense(rows_TH), dense(cos), dense(sin)
+        q = rows_TH.new_empty((rows_TH.shape[0], self._sizes()[0]))
+        addresses = [x.data_ptr() for x in (q, rows_TH, cos, sin)]
+        native.place_heads(*addresses, self.address, layer, spans, num_spans)
+        return q
 
 
 class Latents(_Attends):

@@ -233,11 +233,20 @@ class Experts:
         )
 
 
+def swiglu(h_TF: Tensor) -> Tensor:
+    """Return silu(gate) * up of bf16 rows [T, 2F], which contain the gate first."""
+    h_TF = cpu.dense(h_TF)
+    rows, width = h_TF.shape[0], h_TF.shape[1] // 2
+    out = h_TF.new_empty((rows, width))
+    cpu.native.swiglu(out.data_ptr(), h_TF.data_ptr(), rows, width)
+    return out
+
+
 def _shape(weight: Tensor | Quantised) -> tuple[int, int]:
     return weight.shape[0], weight.shape[1]
 
 
-def _on_top(gate: Tensor | Quantised, up: Tensor | Quantised) -> Tensor | Quantised:
+def on_top(gate: Tensor | Quantised, up: Tensor | Quantised) -> Tensor | Quantised:
     """Return both weights as one, quantised if their formats allow it."""
     whole = None
     if isinstance(gate, Quantised) and isinstance(up, Quantised):
@@ -264,7 +273,7 @@ class Mlp:
         down_DF: Tensor | Quantised,
         share_1D: Tensor | Quantised | None = None,
     ) -> None:
-        both, formats = _on_top(gate_FD, up_FD), []
+        both, formats = on_top(gate_FD, up_FD), []
         for weight in (both, down_DF):
             formats.append(weight if isinstance(weight, Quantised) else None)
         self._experts = Experts(1, *_shape(gate_FD), formats=Formats(*formats))

@@ -250,6 +250,10 @@ struct Kernels {
   void (*attend_in)(uint16_t* q, const uint16_t* x, const uint16_t* cos, const uint16_t* sin,
                     int64_t tokens, const Attention& layer, int64_t index, const Span* spans,
                     int64_t num_spans);
+  // The part of `attend_in` after its projection: the rows [T, (N + 2 G) H] are changed
+  void (*place_heads)(uint16_t* q, uint16_t* qkv, const uint16_t* cos, const uint16_t* sin,
+                      const Attention& layer, int64_t index, const Span* spans,
+                      int64_t num_spans);
   // q [T, N * H], out [T, N * (H - tail)], which the last part writes; tokens in no span do not
   // change
   void (*attend)(uint16_t* out, const uint16_t* q, const Heads& layer, int64_t index,
@@ -269,6 +273,8 @@ struct Kernels {
                   int64_t num_units, const Experts& layer);
   // y and x [T, D]
   void (*mlp)(uint16_t* y, const uint16_t* x, const Mlp& mlp, int64_t rows);
+  // y [T, width] = silu(gate) * up, of h [T, 2 * width] with the gate first
+  void (*swiglu)(uint16_t* y, const uint16_t* h, int64_t rows, int64_t width);
   // out [T, D] = sum over k of weight * slot; inverse [T * K] contains the slot of each (t, k)
   void (*combine)(uint16_t* out, const uint16_t* slots, const int64_t* inverse,
                   const void* weights, int64_t wide, int64_t tokens, int64_t top_k,

@@ -3,6 +3,7 @@
 Products with them equal, bit for bit, products with the bf16 weights of `Quantised.dequantised`.
 """
 
+import copy
 import ctypes
 import threading
 from collections.abc import Iterator, Sequence
@@ -151,6 +152,8 @@ class QuantisedStack:
         self._layout = _Layout.of(like, k)
         self.num_bytes = self._layout.weight_bytes(n)
         """Bytes of one weight."""
+        self.panel_bytes = self._layout.panel_bytes(cpu.PANEL)
+        """Bytes of a whole panel of one weight."""
         whole = (cpu.huge_empty if arena is None else arena.take)(num * self.num_bytes // 2)
         self.packed = whole.view(torch.uint8).view(num, self.num_bytes)
         offset = None if like.offset_NG is None else like.offset_NG.dtype
@@ -171,7 +174,6 @@ class QuantisedStack:
                 from 1.
         """
         structs, held = dict[tuple[int, int], list[CodesStruct]](), []
-        panel = self._layout.panel_bytes(cpu.PANEL)
         for i, weight in enumerate(weights):
             place = self.packed[first + i].data_ptr()
             for at, part in self._parts(weight):
@@ -179,7 +181,7 @@ class QuantisedStack:
                 dense = [None if t is None else cpu.dense(t) for t in given]
                 addresses = [None if t is None else t.data_ptr() for t in dense]
                 n = part.shape[0]
-                to = place + at // cpu.PANEL * panel
+                to = place + at // cpu.PANEL * self.panel_bytes
                 structs.setdefault((at, n), []).append(CodesStruct(*addresses, n, self._k, to))
                 held.append(dense)
         for same in structs.values():
@@ -188,6 +190,12 @@ class QuantisedStack:
             cpu.native.pack_codes(ctypes.addressof(found), len(same), format)
             for struct in found:
                 self._judge(struct.found, struct.worth)
+
+    def part(self, numbers: range) -> "QuantisedStack":
+        """Return consecutive weights as a stack that shares their memory."""
+        part = copy.copy(self)
+        part.packed = self.packed[numbers.start : numbers.stop]
+        return part
 
     def _parts(self, weight: Quantised | Sequence[Quantised]) -> Iterator[tuple[int, Quantised]]:
         """Yield the parts of a weight, each with its first output, a multiple of PANEL."""
@@ -260,6 +268,10 @@ class QuantisedMatrix(cpu.Matrix):
         stack = QuantisedStack(1, *weight.shape, weight, arena)
         stack.pack(0, weight)
         self._hold(stack.packed, *weight.shape, [bias], stack.format)
+        self._panel_bytes = stack.panel_bytes
+
+    def _panel_numel(self) -> int:
+        return self._panel_bytes
 
 
 def matrix_of(
@@ -278,15 +290,11 @@ def matrix_of(
         arena: Allocator of the packed weights; None allocates memory for them alone.
     """
     given = list(biases) or [None] * len(weights)
-    runs: list[tuple[list[Tensor | Quantised], list[Tensor | None]]] = []
-    for weight, bias in zip(weights, given, strict=True):
-        if not runs or not _alike(runs[-1][0][-1], weight):
-            runs.append(([], []))
-        runs[-1][0].append(weight)
-        runs[-1][1].append(bias)
-    if any(sum(map(_outputs, run)) % cpu.PANEL for run, _ in runs[:-1]):
+    if expands(weights):
         plain = [w.dequantised() if isinstance(w, Quantised) else w for w in weights]
         return cpu.Matrix(plain, biases, arena)
+    left = iter([bias for _, bias in zip(weights, given, strict=True)])
+    runs = [(run, [next(left) for _ in run]) for run in _runs(weights)]
     rest: cpu.Matrix | None = None
     for run, own in reversed(runs):
         matrix = _of_one_format(run, own, arena)
@@ -294,6 +302,21 @@ def matrix_of(
         rest = matrix
     assert rest is not None
     return rest
+
+
+def expands(weights: Sequence[Tensor | Quantised]) -> bool:
+    """Return True if `matrix_of` makes bf16 of quantised weights, because formats differ."""
+    return any(sum(map(_outputs, run)) % cpu.PANEL for run in _runs(weights)[:-1])
+
+
+def _runs(weights: Sequence[Tensor | Quantised]) -> list[list[Tensor | Quantised]]:
+    """Return consecutive weights of one format together."""
+    runs: list[list[Tensor | Quantised]] = []
+    for weight in weights:
+        if not runs or not _alike(runs[-1][-1], weight):
+            runs.append([])
+        runs[-1].append(weight)
+    return runs
 
 
 def _of_one_format(

@@ -141,6 +141,7 @@ class Head:
         rule: Blocks of rows in which torch multiplies.
         native: True if kernels multiply, see `is_read`.
         arena: Allocator of packed weights.
+        vocabulary: Token ids whose logits are computed; None is all.
     """
 
     def __init__(
@@ -150,15 +151,17 @@ class Head:
         rule: RowRule,
         native: bool,
         arena: cpu.Arena,
+        vocabulary: range | None = None,
     ) -> None:
         self._rule, self.norm = rule, norm
         weight = weight_of(lm_head)
         bias = None if lm_head.bias is None else lm_head.bias.detach()
-        self.vocab_size = int(weight.shape[0])
+        ids = range(int(weight.shape[0])) if vocabulary is None else vocabulary
+        self.vocab_size = len(ids)
         self.block_size = size = HEAD_BLOCK
-        starts = range(0, self.vocab_size, size)
-        self._biases = [None if bias is None else bias[a : a + size] for a in starts]
-        self._weights = [_rows(weight, slice(a, a + size)) for a in starts]
+        blocks = [slice(a, min(a + size, ids.stop)) for a in range(ids.start, ids.stop, size)]
+        self._biases = [None if bias is None else bias[block] for block in blocks]
+        self._weights = [_rows(weight, block) for block in blocks]
         self.num_blocks = len(self._weights)
         held = linear_in(lm_head)
         self.kernel = _torch_name(held)

@@ -12,88 +12,32 @@ import torch
 from torch import Tensor, nn
 
 from qllm.kernels import cpu
-from qllm.kernels.cpu import is_usable
-from qllm.kernels.cpu.attention import HEAD_MULTIPLE, MAX_ROTATED, Attention, Begun, Latents
+from qllm.kernels.cpu.attention import Attention, Begun, Latents
 from qllm.kernels.cpu.deltas import DeltaNet
 from qllm.kernels.cpu.experts import Mlp
 from qllm.kernels.cpu.norms import Norm
-from qllm.kernels.cpu.quantised import matrix_of
-from qllm.kernels.cpu.routers import DTYPES, MAX_TOP_K, Router
+from qllm.kernels.cpu.routers import Router
 from qllm.models.discover import LayerParts
-from qllm.models.heard import is_heard
-from qllm.models.parts.known import (
-    attention_kind,
-    is_swiglu,
-    latent_linears,
-    norm_kind,
-    num_turned,
-    rotation_of_latents,
-    router_kind,
-)
-from qllm.models.weights.quantised_linears import is_read, linear_in, values_of, weight_of
+from qllm.models.parts.known import latent_linears
 from qllm.runner.cuts import CutCosts
 from qllm.runner.layers.attention import Step
 from qllm.runner.layers.deltas import DeltaMixer
 from qllm.runner.layers.drivers import FastDriver, LayerDriver, Rope, Routed, RouterExtras
-
-
-def _is_norm(module: Any) -> bool:
-    """Return True if the kernels support a norm.
-
-    A norm that rounds once may have an fp32 weight.
-    """
-    kind = None if module is None or is_heard(module) else norm_kind(module)
-    weight = None if kind is None else module.weight
-    wide = str(kind).startswith("rms_wide")
-    return weight is not None and is_usable(weight.bfloat16() if wide else weight)
-
-
-def _norm(module: Any) -> Norm:
-    eps = getattr(module, "variance_epsilon", None)
-    bias, kind, weight = getattr(module, "bias", None), str(norm_kind(module)), module.weight
-    if kind == "rms_wide_from_one":
-        kind, weight = "rms_wide", 1.0 + weight.detach().float()
-    return Norm(weight, module.eps if eps is None else eps, kind, bias)
-
-
-def native_norm(module: Any) -> Norm | None:
-    """Return the kernels' norm for a module; None if the kernels do not support the norm."""
-    return _norm(module) if _is_norm(module) else None
-
-
-def _matrix(linears: list[Any], arena: cpu.Arena) -> cpu.Matrix:
-    """Return linear modules that read the same input as one matrix, stacked along the outputs."""
-    biases = [x.bias for x in linears]
-    if any(b is not None for b in biases):
-        given = zip(linears, biases, strict=True)
-        biases = [
-            torch.zeros(x.out_features, dtype=torch.bfloat16) if b is None else b for x, b in given
-        ]
-    return matrix_of([weight_of(x) for x in linears], biases, arena)
-
-
-def _num_rotated(attn: Any) -> int:
-    """Return the number of values at the start of a head that are rotated."""
-    is_part = str(attention_kind(attn)).startswith(("gated", "part"))
-    return num_turned(attn) if is_part else int(attn.head_dim)
-
-
-def _halves_of_heads(linear: nn.Linear, heads: int) -> tuple[nn.Linear, nn.Linear]:
-    """Return the first and the second half of the outputs of every head, each with its bias."""
-    found = []
-    for half in (0, 1):
-        part = nn.Linear(1, 1, bias=False)
-        part.weight = nn.Parameter(_half(linear.weight.detach(), heads, half), requires_grad=False)
-        if linear.bias is not None:
-            bias = _half(linear.bias.detach(), heads, half)
-            part.bias = nn.Parameter(bias, requires_grad=False)
-        part.out_features, part.in_features = part.weight.shape
-        found.append(part)
-    return found[0], found[1]
-
-
-def _half(x: Tensor, heads: int, half: int) -> Tensor:
-    return x.reshape(heads, 2, -1, *x.shape[1:])[:, half].flatten(0, 1)
+from qllm.runner.layers.native_parts import (
+    Projection,
+    heads_of,
+    is_known_norm,
+    knows_attention,
+    knows_latents,
+    knows_mlp,
+    knows_router,
+    latents_of,
+    matrix,
+    mlp_of,
+    native_norm,
+    norm_of,
+    router_of,
+)
 
 
 class NativeLayer(NamedTuple):
@@ -176,167 +120,44 @@ class NativeDriver(FastDriver):
         if mixer is not None:
             self.covered += mixer.covered
             self._out, self._index = mixer.kernel.out, mixer.index
-        elif self._knows_attention(attn):
+        elif knows_attention(attn, self._norm):
             self._make_attention(attn)
-        elif self._knows_latents(attn):
+        elif knows_latents(attn, self._norm):
             self._make_latents(attn)
-        if parts.router is not None and self._knows_router(parts.router):
+        if parts.router is not None and knows_router(parts):
             self._make_router(parts.router)
-        if parts.shared is not None and self._knows_mlp(parts.shared, parts.shared_gate):
+        if parts.shared is not None and knows_mlp(parts.shared, parts.shared_gate):
             self._make_mlp(parts.shared, parts.shared_gate)
-        elif not parts.is_moe and _is_norm(self._post_norm) and self._knows_mlp(parts.mlp, None):
+        elif not parts.is_moe and is_known_norm(self._post_norm) and knows_mlp(parts.mlp, None):
             self._make_mlp(parts.mlp, None)
 
     # -- known submodules
 
-    def _knows_attention(self, attn: Any) -> bool:
-        kind = attention_kind(attn)
-        return (
-            kind is not None
-            and not is_heard(attn)
-            and attn.head_dim % HEAD_MULTIPLE == 0
-            and all(is_read(getattr(attn, f"{x}_proj")) for x in "qkvo")
-            and (not kind.startswith("gated") or is_usable(attn.q_proj.weight))
-            and _num_rotated(attn) % HEAD_MULTIPLE == 0
-            and _is_norm(self._norm)
-            and ("norm" not in kind or (_is_norm(attn.q_norm) and _is_norm(attn.k_norm)))
-        )
-
-    def _knows_latents(self, attn: Any) -> bool:
-        return (
-            rotation_of_latents(attn) is not None
-            and not is_heard(attn)
-            and attn.kv_lora_rank % HEAD_MULTIPLE == 0
-            and attn.qk_rope_head_dim % HEAD_MULTIPLE == 0
-            and attn.qk_rope_head_dim <= MAX_ROTATED
-            and attn.qk_nope_head_dim % 2 == 0
-            and all(is_read(x) for x in latent_linears(attn))
-            and all(_is_norm(x) for x in (self._norm, attn.kv_a_layernorm))
-            and (attn.q_lora_rank is None or _is_norm(attn.q_a_layernorm))
-        )
-
-    def _knows_router(self, router: Any) -> bool:
-        kind = router_kind(router)
-        return (
-            kind is not None
-            and not is_heard(router)
-            and is_usable(router.weight, DTYPES if self._is_in_bf16() else (torch.bfloat16,))
-            and (router.top_k == 2 if kind == "sparse_mixer" else router.top_k <= MAX_TOP_K)
-            and _is_norm(self._post_norm)
-        )
-
-    def _is_in_bf16(self) -> bool:
-        """Return True if the layer computes in bf16.
-
-        The dtype of its router's weight does not matter.
-        """
-        return any(x.dtype is torch.bfloat16 for x in self._parts.layer.parameters())
-
-    def _knows_mlp(self, mlp: Any, gate: Any) -> bool:
-        return (
-            is_swiglu(mlp)
-            and not is_heard(mlp)
-            and (gate is None or not is_heard(gate))
-            and all(is_read(getattr(mlp, f"{x}_proj")) for x in ("gate", "up", "down"))
-            and (gate is None or (type(gate) is nn.Linear and gate.bias is None))
-            and (gate is None or is_read(gate))
-        )
-
     def _make_mlp(self, mlp: Any, gate: Any) -> None:
+        self._mlp_kernel = mlp_of(mlp, gate).kernel()
+        self._mlp_norm = None if self._parts.is_moe else norm_of(self._post_norm)
         linears = [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-        gate_FD, up_FD, down_DF = (weight_of(x) for x in linears)
-        share = None if gate is None else weight_of(gate)
-        self._mlp_kernel = Mlp(gate_FD, up_FD, down_DF, share)
-        self._mlp_norm = None if self._parts.is_moe else _norm(self._post_norm)
         self.covered += (*linears, *([] if gate is None else [gate]))
 
     def _make_attention(self, attn: Any) -> None:
-        qkv = [attn.q_proj, attn.k_proj, attn.v_proj]
-        kind, heads = str(attention_kind(attn)), attn.q_proj.out_features // attn.head_dim
-        into = qkv
-        if kind.startswith("gated"):
-            heads //= 2
-            queries, gate = _halves_of_heads(attn.q_proj, heads)
-            self._gate = _matrix([gate], self._arena)
-            into = [queries, *qkv[1:]]
-        self._attention = Attention(
-            _matrix(into, self._arena),
-            _norm(self._norm),
-            num_heads=heads,
-            num_kv_heads=attn.k_proj.out_features // attn.head_dim,
-            head_dim=attn.head_dim,
-            scale=attn.scaling,
-            qk_norm=(_norm(attn.q_norm), _norm(attn.k_norm)) if "norm" in kind else None,
-            sinks_N=attn.sinks if kind == "sinks" else None,
-            clip=getattr(attn.config, "clip_qkv", None),
-            half_table=kind == "sinks",
-            rotated=_num_rotated(attn),
-        )
-        self._finish_attention(attn, qkv)
+        weights = heads_of(attn, self._norm)
+        if weights.gate is not None:
+            self._gate = matrix([weights.gate], self._arena)
+        self._attention = weights.kernel(self._arena)
+        self._finish_attention(attn, weights.out, [attn.q_proj, attn.k_proj, attn.v_proj])
 
     def _make_latents(self, attn: Any) -> None:
-        linears = latent_linears(attn)
-        up = None
-        if attn.q_lora_rank is not None:
-            up = _matrix([attn.q_b_proj], self._arena), _norm(attn.q_a_layernorm)
-        expanded = linear_in(attn.kv_b_proj)
-        if expanded is not None:
-            expanded.read("bf16")  # the weight's factors become bf16
-        expand = values_of(attn.kv_b_proj).view(attn.num_heads, -1, attn.kv_lora_rank)
-        self._attention = Latents(
-            _matrix([linears[0], attn.kv_a_proj_with_mqa], self._arena),
-            up,
-            _norm(self._norm),
-            _norm(attn.kv_a_layernorm),
-            expand,
-            num_rotated=attn.qk_rope_head_dim,
-            value_dim=attn.v_head_dim,
-            scale=attn.scaling,
-            rotation=str(rotation_of_latents(attn)),
-            arena=self._arena,
-        )
-        self._finish_attention(attn, linears[:-1])
+        weights = latents_of(attn, self._norm)
+        self._attention = weights.kernel(self._arena)
+        self._finish_attention(attn, weights.out, latent_linears(attn)[:-1])
 
-    def _finish_attention(self, attn: Any, covered: list[nn.Module]) -> None:
-        self._out = _matrix([attn.o_proj], self._arena)
+    def _finish_attention(self, attn: Any, out: Projection, covered: list[nn.Module]) -> None:
+        self._out = matrix([out], self._arena)
         self._index = attn.layer_idx
         self.covered += (*covered, attn.o_proj)
 
     def _make_router(self, router: Any) -> None:
-        kind = router_kind(router)
-        settings: dict[str, Any] = {"renormalise": True, "wide": kind == "wide"}
-        if kind == "flag":
-            settings["renormalise"] = router.norm_topk_prob
-        elif kind == "chosen":
-            settings["bias_E"] = getattr(router, "bias", None)
-        elif kind == "sigmoid":
-            settings = {
-                "kind": kind,
-                "renormalise": router.norm_topk_prob,
-                "wide": True,
-                "correction_E": router.e_score_correction_bias,
-                "groups": router.num_group,
-                "top_groups": router.topk_group,
-                "scaling": router.routed_scaling_factor,
-            }
-        elif kind == "softmax_fp32":
-            is_grouped = router.topk_method == "group_limited_greedy"
-            settings = {
-                "kind": kind,
-                "renormalise": False,
-                "wide": True,
-                "groups": router.num_group if is_grouped else 1,
-                "top_groups": router.topk_group if is_grouped else 1,
-                "scaling": router.routed_scaling_factor,
-            }
-        elif kind == "sparse_mixer":
-            jitter = torch.tensor(
-                2 * router.router_jitter_noise, dtype=torch.bfloat16
-            )  # in the form that the model compares
-            settings = {"kind": kind, "renormalise": False, "wide": False, "jitter": float(jitter)}
-        norm = _norm(self._post_norm)
-        weight = router.weight.detach()
-        self._router_kernel = Router(weight, norm, top_k=router.top_k, **settings)
+        self._router_kernel = router_of(router, self._post_norm)
         self.covered += (router,)
 
     @property

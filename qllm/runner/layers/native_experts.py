@@ -71,12 +71,7 @@ class NativeBank:
         if self._group is not None:
             say_rounded(module, self._weights)
         with torch.inference_mode(mode=module.down_proj.is_inference()):
-            shape = self.num_experts, self._width, self.out_width
-            packed = Experts(*shape, self._group, self._biases(), self._clamp)
-            up, down = (getattr(module, name).detach() for name in WEIGHTS)
-            for e in range(self.num_experts):
-                packed.pack(e, self._gate_first(self._outputs(up[e])), self._outputs(down[e]))
-            del up, down
+            packed = self.packed(range(self.num_experts))
             for name in WEIGHTS:
                 own = module._parameters[name]
                 kept = torch.empty_like(own, device="meta")
@@ -87,6 +82,15 @@ class NativeBank:
         # the method holds the bank, so the weights outlive the runner
         module.forward = self._refuse
         setattr(module, PACKED, True)
+
+    def packed(self, experts: range) -> Experts:
+        """Return packed copies of consecutive experts. The module keeps its weights."""
+        module, shape = self._module, (len(experts), self._width, self.out_width)
+        packed = Experts(*shape, self._group, self._biases(experts), self._clamp)
+        up, down = (getattr(module, name).detach() for name in WEIGHTS)
+        for i, e in enumerate(experts):
+            packed.pack(i, self._gate_first(self._outputs(up[e])), self._outputs(down[e]))
+        return packed
 
     def unpack(self) -> None:
         """Restore the module's weights."""
@@ -123,11 +127,12 @@ class NativeBank:
             return rows
         return torch.stack(rows.chunk(2), dim=1).flatten(0, 1)
 
-    def _biases(self) -> tuple[Tensor, Tensor] | None:
-        module = self._module
+    def _biases(self, experts: range) -> tuple[Tensor, Tensor] | None:
+        module, which = self._module, slice(experts.start, experts.stop)
         if not module.has_bias:
             return None
-        up, down = module.gate_up_proj_bias.detach(), module.down_proj_bias.detach()
+        both = module.gate_up_proj_bias, module.down_proj_bias
+        up, down = (bias.detach()[which] for bias in both)
         return self._gate_first(up.t()).t().contiguous(), down.contiguous()
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:

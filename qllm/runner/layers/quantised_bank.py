@@ -32,14 +32,20 @@ class QuantisedBank(NativeBank):
 
     def pack(self) -> None:
         """Use the weights that are packed already."""
+        self._packed = self.packed(range(self.num_experts))
+
+    def packed(self, experts: range) -> Experts:
+        """Return consecutive experts, which share the memory of all."""
         weights = [self._held.weights[name] for name in WEIGHTS]
         up, down = (w.stack if isinstance(w, Weights) else None for w in weights)
         if up is None or down is None:
             raise InvariantError("these experts were read where our kernels were not there")
-        shape = self.num_experts, self._width, self.out_width
-        self._packed = Experts(
-            *shape, None, self._biases(), self._clamp, packed=(up, down), activations=self._reads
+        shape, both = (
+            (len(experts), self._width, self.out_width),
+            (up.part(experts), down.part(experts)),
         )
+        biases, reads = self._biases(experts), self._reads
+        return Experts(*shape, None, biases, self._clamp, packed=both, activations=reads)
 
     def unpack(self) -> None:
         """Stop computing. The weights stay packed."""

@@ -1,0 +1,1 @@
+"""One model on several ranks, with the bits of one rank."""

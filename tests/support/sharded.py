@@ -1,0 +1,154 @@
+"""Tiny models that are wide enough to be split: several panels of columns, many heads."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+from qllm.models.weights.formats.rounding import int4
+from qllm.models.weights.quantised_linears import QuantisedLinear
+from qllm.plan import Row
+from qllm.runner.cpu import cpu_runner
+from qllm.sharded.rank import Rank
+from tests.support.families import COMMON, MAKERS, attention_of
+from tests.support.programs import add, next_row, prompt_of, sweep
+
+WIDE: dict[str, Any] = {"hidden_size": 192, "vocab_size": 300}
+"""Three panels of columns, and a vocabulary that ends inside a panel."""
+
+
+def _gated() -> Any:
+    """Return the config of a model with a gate on attention, shared experts and no states."""
+    return Qwen3NextConfig(
+        **COMMON,
+        head_dim=64,
+        partial_rotary_factor=0.5,
+        intermediate_size=160,
+        moe_intermediate_size=48,
+        shared_expert_intermediate_size=80,
+        num_experts=8,
+        layer_types=["full_attention"] * COMMON["num_hidden_layers"],
+    )
+
+
+def _of_family(family: str) -> Any:
+    config = MAKERS[family][0]()
+    if family in ("qwen2_moe", "qwen3_moe", "deepseek_v3"):
+        config.intermediate_size = 160
+    if family == "olmoe":  # its heads share the width of the model
+        config.num_attention_heads, config.num_key_value_heads = 6, 3
+    return config
+
+
+SPLIT = (*MAKERS, "gated")
+"""Names of models that `wide_model` makes."""
+
+
+def wide_model(name: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Any:
+    """Return a seeded random model in evaluation mode; biases, sinks and norms are random too."""
+    config = _gated() if name == "gated" else _of_family(name)
+    config.hidden_size, config.vocab_size = WIDE["hidden_size"], WIDE["vocab_size"]
+    config._attn_implementation = attention_of(name)
+    config._experts_implementation = "grouped_mm"
+    make: Any = Qwen3NextForCausalLM if name == "gated" else MAKERS[name][1]
+    torch.manual_seed(seed)
+    model: nn.Module = make(config)
+    with torch.no_grad():
+        for path, p in model.named_parameters():
+            if p.dim() == 1:
+                p.copy_(torch.randn_like(p) * 0.1 + ("norm" in path))
+            else:
+                p.copy_(torch.randn_like(p) * (0.5 if "embed" in path else p.shape[-1] ** -0.5))
+    return model.to(dtype).eval()
+
+
+WEIGHTS = ("bf16", "int8", "int4", "int4 on int8 rows")
+"""Formats of weights: experts in int8, or all of the model in 4 bits."""
+
+
+def settings_of(weights: str) -> dict[str, str]:
+    """Return the settings of a runner with these weights."""
+    form, _, rows = weights.partition(" on ")
+    return {
+        "expert_weights": "auto" if form == "bf16" else form,
+        "activations": "int8" if rows else "bf16",
+    }
+
+
+def model_with(name: str, weights: str) -> Any:
+    """Return a model of `wide_model`, with linear modules in 4 bits if its weights are."""
+    model = wide_model(name)
+    if weights.startswith("int4"):
+        for path, module in model.named_modules():
+            kept = name == "gated" and path.endswith("q_proj")  # a gate is not split in 4 bits
+            if type(module) is nn.Linear and min(module.weight.shape) > 1 and not kept:
+                QuantisedLinear(module, int4(module.weight.detach()))
+    return model
+
+
+class Served(NamedTuple):
+    """The results of some steps of a model."""
+
+    tokens: list[int]
+    logits: list[Tensor]
+    """Logits of every position whose token was sampled, [V] each."""
+    kv: dict[int, list[tuple[Tensor, Tensor]]]
+    """Keys and values of every layer, by request."""
+
+
+PROMPTS = {1: prompt_of(41, 1), 2: prompt_of(9, 2), 3: prompt_of(2, 3)}
+PREFILL = [[(1, 0, 17)], [(1, 17, 41), (2, 0, 4)], [(2, 4, 9), (3, 0, 2)]]
+"""Steps that compute the prompts, with the positions of each row."""
+DECODES = 2
+"""Steps with a token of every request."""
+
+
+def served_whole(name: str, weights: str) -> Served:
+    """Return the results of a runner of the whole model."""
+    runner = cpu_runner(model_with(name, weights), **settings_of(weights))
+    logits: list[Tensor] = []
+    tokens: list[int] = []
+    runner.on_logits = lambda request, position, x: logits.append(x.clone())
+    num = runner.shape.num_layers
+    for request, ids in PROMPTS.items():
+        add(runner, request, ids)
+    for step in PREFILL:
+        tokens += sweep(runner, *(Row(request, lo, hi, 0, num) for request, lo, hi in step))
+    for _ in range(DECODES):
+        tokens += sweep(runner, *(next_row(runner, request) for request in PROMPTS))
+    kv = {request: layers_of(runner.requests[request].kv, num) for request in PROMPTS}
+    runner.close()
+    return Served(tokens, logits, kv)
+
+
+def layers_of(kv: Any, num: int) -> list[tuple[Tensor, Tensor]]:
+    """Return copies of the keys and values of every layer."""
+    found = [kv.read(layer, 0, kv.committed) for layer in range(num)]
+    return [(k.clone(), v.clone()) for k, v in found]
+
+
+def serve(rank: Rank, num_layers: int) -> Served:
+    """Run the steps of `served_whole` on one rank."""
+    tokens: list[int] = []
+    logits: list[Tensor] = []
+    for request, ids in PROMPTS.items():
+        rank.add(request, ids, len(ids) + 8)
+    decode = [(request, -1, 0) for request in PROMPTS]
+    for step in [*PREFILL, *[decode] * DECODES]:
+        rows = []
+        for request, lo, hi in step:
+            known = len(rank.requests[request].ids)
+            lo, hi = (known - 1, known) if lo < 0 else (lo, hi)
+            rows.append(Row(request, lo, hi, 0, num_layers))
+        x = rank.run(rows)
+        ends = [row.hi == len(rank.requests[row.request_id].ids) for row in rows]
+        places = [i for i, is_end in enumerate(ends) if is_end]
+        if not places:
+            continue
+        logits += list(rank.logits(x[places]))
+        for i, token in zip(places, rank.choose(x[places]), strict=True):
+            rank.requests[rows[i].request_id].ids.append(token)
+            tokens.append(token)
+    kv = {request: layers_of(rank.requests[request].kv, num_layers) for request in PROMPTS}
+    return Served(tokens, logits, kv)
