@@ -30,7 +30,8 @@ from qllm.errors import ModelError
 from qllm.kernels.cpu.quantised import is_like, stacked
 from qllm.kernels.quantised import Quantised
 from qllm.models.weights.checkpoint import Checkpoint, naming
-from qllm.models.weights.formats.layout import Weight, uncentred
+from qllm.models.weights.conversions import alike, expanded
+from qllm.models.weights.formats.layout import Weight
 from qllm.models.weights.formats.rounding import ROUNDINGS
 from qllm.models.weights.places import Place, by_module, is_turned, places_of, targets_of
 from qllm.models.weights.quantised_experts import (
@@ -289,10 +290,7 @@ def _without_empty_biases(model: PreTrainedModel, checkpoint: Checkpoint) -> dic
 
 def _expanded(name: str, read: Callable[[], Weight], turned: bool) -> Tensor:
     """Return a quantised weight in bf16, in the layout of the model's parameter."""
-    found = read()
-    value = found.dequantised() if isinstance(found, Quantised) else found
-    if not value.isfinite().all():
-        raise ModelError(f"{name} has codes or scales that are not finite; download it again")
+    value = expanded(name, read())
     return value.transpose(-1, -2) if turned else value
 
 
@@ -476,29 +474,3 @@ def _weights_of(parts: Sequence[Quantised], num: int, room: Room) -> AnyWeights 
     """Return room for `num` weights like the one of these parts; None if the parts differ."""
     whole = stacked(parts)
     return None if whole is None else room(num, whole)
-
-
-def alike(weights: Sequence[Weight]) -> list[Quantised] | None:
-    """Return weights with scales and offsets of one dtype; None if codes, groups or inputs differ.
-
-    No value changes: scales become fp32 if some are, and a missing offset becomes zero.
-    """
-    found = [one for one in weights if isinstance(one, Quantised)]
-    if {one.code for one in found} == {"u4", "i4"}:
-        found = [uncentred(one) for one in found]
-    kinds = {(one.code, one.group, one.codes.shape[-1]) for one in found}
-    if len(found) != len(weights) or len(kinds) != 1:
-        return None
-    both = [t for one in found for t in (one.scale_NG, one.offset_NG) if t is not None]
-    dtypes, has_offset = {t.dtype for t in both}, any(one.offset_NG is not None for one in found)
-    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
-    return [_with_dtype(one, dtype, has_offset) for one in found]
-
-
-def _with_dtype(one: Quantised, dtype: torch.dtype, has_offset: bool) -> Quantised:
-    offset = one.offset_NG
-    if offset is None and has_offset:
-        offset = torch.zeros_like(one.scale_NG)
-    return one._replace(
-        scale_NG=one.scale_NG.to(dtype), offset_NG=None if offset is None else offset.to(dtype)
-    )
