@@ -147,31 +147,37 @@ def why_foreign(
         return None
     if len(found) < BLOCK or found[:MAGIC_BYTES] != header[:MAGIC_BYTES]:
         return f"it is no {kind}, or one of another release"
-    if blake2b(found[:-16], digest_size=16).digest() != found[-16:]:
-        return "its header is damaged"
     says, ours = said_in(found), said_in(header)
+    if says is None or ours is None:
+        return "its header is damaged"
     wrong = next((name for name in ours if says.get(name) != ours[name]), "version")
     text = texts.get(wrong, f"its {wrong} is {{}}, and here it is {{}}")
     return text.format(f"{says.get(wrong)!s:.60}", f"{ours.get(wrong)!s:.60}")
 
 
-def said_in(header: bytes) -> dict[str, str]:
-    """Return what a header says."""
+def said_in(header: bytes) -> dict[str, str] | None:
+    """Return what a block of `make_header` says; None if it is damaged."""
+    if blake2b(header[:-16], digest_size=16).digest() != header[-16:]:
+        return None
     at = MAGIC_BYTES + 4
     length = int.from_bytes(header[at - 4 : at], "little")
     return dict(json.loads(header[at : at + length]))
 
 
 @contextmanager
-def created(path: Path, num_bytes: int) -> Iterator[int]:
-    """Create a file of this size, which gets its name when the block ends without an error.
+def created(path: Path, new: Path, num_bytes: int) -> Iterator[int]:
+    """Create a file of this size, which gets its name when the `with` block ends without an error.
 
-    Room for all bytes is reserved first. The block gets the number of the open file.
+    Room for all bytes is reserved first. The `with` block gets the number of the open file.
+
+    Args:
+        path: Name of the complete file.
+        new: Name of the file during the `with` block. An older file of this name is removed.
+        num_bytes: Size of the file.
 
     Raises:
         OSError: There is no room, or the folder cannot be written. Nothing is left then.
     """
-    new = path.with_suffix(".new")
     with suppress(FileNotFoundError):
         new.unlink()
     fd = private_fd(new, os.O_RDWR | os.O_EXCL)

@@ -54,7 +54,7 @@ GROUPS = {
     "record": Floor("errors types plan policy private scheduler", STDLIB | {"pydantic"}),
     # models and what computes them
     "models": Floor(
-        "cores errors types plan models kernels torchless",
+        "block_file cores errors types plan models kernels torchless",
         STDLIB | {"gguf", "huggingface_hub", "safetensors", "tokenizers", "torch", "transformers"},
     ),
     "upcycle": Floor("errors models", STDLIB | {"safetensors", "torch", "transformers"}),

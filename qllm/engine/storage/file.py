@@ -240,7 +240,8 @@ def open_file(
         size = BLOCK + directory_bytes(num_slots) + num_slots * whole_blocks(layout.num_bytes)
         with suppress(FileNotFoundError):
             path.unlink()  # the new file may need the space
-        with created(path, size) as fd:
+        new = path.with_suffix(".new")
+        with created(path, new, size) as fd:
             os.pwrite(fd, header, 0)
     path.chmod(0o600)  # the file may be a copy with other permissions
     return KvFile(blocks(path), layout, num_slots)
