@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from qllm.block_file import (
     BLOCK,
@@ -37,6 +37,8 @@ MAGIC, END = b"qllm-ex\x01", b"qllm-ee\x01"
 """Kind and version of the first and of the last block. The version is also that of the layout in
 which the kernels read packed weights."""
 KIND = "file of experts"
+IN_FILE = "qllm_in_file"
+"""Attribute of a module of experts whose weights are in a file: the path of the file."""
 LINE = 64
 """Alignment in bytes of the parts of an expert: a cache line."""
 LONGEST = (1 << 64) - 1
@@ -170,7 +172,7 @@ class ExpertFile:
                 f"given are {into.nbytes} bytes at {_address(into):#x}"
             )
         is_whole = self._blocks.read(into, own.place(expert))
-        if not is_whole or _checksum(layer, expert, into) != own.checksums[expert]:
+        if not is_whole or checksum_of(into) != own.checksums[expert]:
             what = "is damaged" if is_whole else "is cut off"
             raise ModelError(
                 f"expert {expert} of {own.name} in {self.path} {what}; delete the file, and the "
@@ -188,7 +190,7 @@ class ExpertFile:
         size = self.path.stat().st_size
         end = self._bytes(size // BLOCK * BLOCK - BLOCK, BLOCK) if size % BLOCK == 0 else b""
         says = said_in(end) if end.startswith(END) else None
-        if says is None or int(says["file"]) != size:
+        if says is None:
             raise _unusable(self.path, "its end is damaged or cut off")
         start, num_bytes = int(says["start"]), int(says["bytes"])
         text = self._bytes(start, whole_blocks(num_bytes))
@@ -224,7 +226,7 @@ class ExpertWriter:
             data: The layer's `expert_bytes` bytes, from `room_for`.
         """
         self._blocks.write(data, self._layer.place(expert))
-        checksum = _checksum(len(self._layers), expert, data)
+        checksum = checksum_of(data)
         with self._lock:
             self._checksums[expert] = checksum
 
@@ -239,7 +241,7 @@ class ExpertWriter:
         start = last.start + last.num_bytes
         table, num_bytes = _table(self._layers)
         size = start + len(table) + BLOCK
-        says = {"start": start, "bytes": num_bytes, "digest": _digest(table), "file": size}
+        says = {"start": start, "bytes": num_bytes, "digest": _digest(table)}
         end = make_header(END, {name: str(value) for name, value in says.items()})
         for data, at in ((table, start), (end, size - BLOCK), (header, 0)):
             room = room_for(len(data))
@@ -287,15 +289,21 @@ def file_bytes(layers: Sequence[ExpertLayer]) -> int:
     return 2 * BLOCK + sum(layer.num_bytes for layer in layers) + len(table)
 
 
+def leave_in_file(module: Any, name: str, path: Path) -> None:
+    """Mark a module of experts whose weights are in a file. Its forward raises a ModelError."""
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise ModelError(f"the experts of {name} are in {path}, so its own forward cannot run")
+
+    refuse.is_ours = True  # type: ignore[attr-defined]
+    setattr(module, IN_FILE, str(path))
+    module.forward = refuse
+
+
 def _unusable(path: Path, why: str) -> ConfigError:
     return ConfigError(
         f"the experts in {str(path)!r} cannot be used: {why}; give another file, or delete this one"
     )
-
-
-def _checksum(layer: int, expert: int, data: memoryview) -> int:
-    """Return the checksum of an expert, which it has in its own place only."""
-    return checksum_of(layer.to_bytes(8, "little"), expert.to_bytes(8, "little"), data)
 
 
 def _address(memory: memoryview) -> int:

@@ -31,6 +31,7 @@ from qllm.kernels.cpu.quantised import is_like, stacked
 from qllm.kernels.quantised import Quantised
 from qllm.models.weights.checkpoint import Checkpoint, naming
 from qllm.models.weights.conversions import alike, expanded
+from qllm.models.weights.experts_in_file import ExpertsInFile
 from qllm.models.weights.formats.layout import Weight
 from qllm.models.weights.formats.rounding import ROUNDINGS
 from qllm.models.weights.places import Place, by_module, is_turned, places_of, targets_of
@@ -129,6 +130,7 @@ def stream(
     dtype: torch.dtype,
     device: torch.device,
     rounding: str | None = None,
+    experts: ExpertsInFile | None = None,
 ) -> tuple[PreTrainedModel, dict[str, Any], Outcome]:
     """Load a model.
 
@@ -139,6 +141,7 @@ def stream(
         dtype: Type of the weights that do not stay quantised.
         device: Device of the weights.
         rounding: Key of `ROUNDINGS`: plain weights of experts are rounded while they are read.
+        experts: Place of the experts outside the model; None keeps them in the model.
 
     Returns:
         The model, transformers' report of keys and shapes that do not fit, and the counts of
@@ -151,6 +154,8 @@ def stream(
     with torch.device("meta"):
         skeleton: PreTrainedModel = auto.from_config(config, dtype=dtype)
     outcome, kept = Outcome(), _Held()
+    if experts is not None:
+        checkpoint = experts.take(skeleton, checkpoint)
     keeps, on_cpu = dtype is torch.bfloat16 and device.type in ("cpu", "cuda"), device.type == "cpu"
     if rounding is not None and keeps:
         checkpoint = _rounded(skeleton, checkpoint, rounding)
@@ -176,11 +181,13 @@ def stream(
         state_dict=lazies,
         dtype=dtype,
         device_map=None if device.type == "cpu" else {"": device},
-        quantization_config=_KeptConfig(kept.names()),
+        quantization_config=_KeptConfig([*kept.names(), *(experts.names() if experts else ())]),
         ignore_mismatched_sizes=True,  # the caller refuses them by name
         output_loading_info=True,
     )
     kept.enter(skeleton, model, rounding, outcome)
+    if experts is not None:
+        outcome.kept += experts.enter(model)
     outcome.expanded = len(rest)
     for path in {place.module for name, place in places.items() if name in rest}:
         say_rounded(model.get_submodule(path), checkpoint.format)

@@ -6,14 +6,19 @@ import mmap
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from qllm import block_file
-from qllm.block_file import BLOCK, Blocks, make_header, said_in, why_foreign
+from qllm.block_file import BLOCK, Blocks, checksum_of, make_header, said_in, why_foreign
 from qllm.errors import ConfigError, ModelError
+from qllm.kernels import cpu
+from qllm.kernels.cpu.experts import Experts, Formats
+from qllm.kernels.quantised import FOUR_BIT, Quantised
 from qllm.models.weights import expert_file
 from qllm.models.weights.expert_file import (
     END,
@@ -115,6 +120,56 @@ def test_experts_are_read_as_they_were_written_in_any_order(path: Path) -> None:
     assert path.stat().st_size <= file_bytes(LAYERS)
 
 
+SUMS = {
+    "bf16": 10840651427076071560,
+    "int8": 15264080180978118839,
+    "u4": 2776890941685992629,
+    "i8": 17666790634297956360,
+    "e2m1": 4218352035358477964,
+    "e4m3": 17666790634297956360,
+    "i4": 3647017908190963219,
+}
+"""Checksum of an expert in the layout of this version, by its format."""
+
+
+def counted(n: int, k: int) -> torch.Tensor:
+    """Return weights that differ from their neighbours, and are the same everywhere."""
+    return (torch.arange(n * k).remainder(251).view(n, k) - 125).float().bfloat16()
+
+
+def packed_as(form: str) -> Experts:
+    up, down = counted(48, 40), counted(40, 24)
+    if form in ("bf16", "int8"):
+        experts = Experts(1, 24, 40, None if form == "bf16" else 16)
+        experts.pack(0, up, down)
+        return experts
+    codes = []
+    for weight in (up, down):
+        n, k = weight.shape
+        width = k // 2 if form in FOUR_BIT else k
+        dtype = {"i8": torch.int8, "e4m3": torch.float8_e4m3fn}.get(form, torch.uint8)
+        code = torch.arange(n * width).remainder(120).to(torch.uint8).view(dtype).view(n, width)
+        scale = 1 + torch.arange(n * (k // 8)).view(n, k // 8) / 1024
+        offset = -scale.half() if form == "u4" else None
+        codes.append(Quantised(form, code, scale.half(), offset, 8))  # type: ignore[arg-type]
+    experts = Experts(1, 24, 40, formats=Formats(*codes))
+    experts.pack(0, *codes)
+    return experts
+
+
+@pytest.mark.parametrize("kind", cpu.native.available())
+@pytest.mark.parametrize("form", SUMS)
+def test_packed_weights_have_the_layout_of_this_version(kind: str, form: str) -> None:
+    """Another layout needs another version in MAGIC: older files have this one."""
+    cpu.native.use(kind)
+    try:
+        parts = packed_as(form).parts(0)
+    finally:
+        cpu.native.use(cpu.kind())
+    assert list(parts) == ["up", "down", *(["up_scale", "down_scale"] * (form == "int8"))]
+    assert checksum_of(*(part.numpy().tobytes() for part in parts.values())) == SUMS[form]
+
+
 def test_parts_of_an_expert_start_on_cache_lines_and_do_not_overlap() -> None:
     parts = parts_of({"up": 65, "down": 1, "up_scale": 64, "down_scale": 3})
     assert [(p.start, p.num_bytes) for p in parts] == [(0, 65), (128, 1), (192, 64), (256, 3)]
@@ -207,6 +262,19 @@ def test_a_layer_that_is_started_again_has_only_its_last_experts(path: Path) -> 
     file = ExpertFile(path, SAYS)
     assert [layer.name for layer in file.layers] == [LAYERS[1].name]
     assert all(read(file, 0, e) == bytes([2]) * LAYERS[1].expert_bytes for e in range(3))
+
+
+def test_a_layer_without_all_experts_is_not_finished(path: Path) -> None:
+    """An expert that was written before the layer was started again does not count."""
+    layer = LAYERS[0]
+    with suppress(StoppedError), written(path, SAYS, [layer]) as writer:
+        for experts in ([0, 1], [1]):
+            writer.start(layer)
+            for expert in experts:
+                writer.write(expert, room_for(layer.expert_bytes))
+        with pytest.raises(KeyError):
+            writer.finish(FORMATS)
+        raise StoppedError
 
 
 # -- bits that flip, and files that are cut
@@ -333,6 +401,44 @@ def test_a_link_in_the_place_of_the_unfinished_file_is_not_followed(path: Path) 
     path.with_name(path.name + ".new").symlink_to(other)
     write(path)
     assert other.read_bytes() == b"of the user"
+
+
+def test_a_link_is_not_followed_when_it_comes_after_the_check(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path.symlink_to(write(path.with_name("other")))
+    monkeypatch.setattr(Path, "is_symlink", lambda _: False)
+    with pytest.raises(OSError, match="Too many levels of symbolic links"):
+        ExpertFile(path, SAYS)
+
+
+def test_a_file_of_another_writer_is_not_written_to(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may come after the older file was removed."""
+    new = path.with_name(path.name + ".new")
+    new.write_bytes(b"of another writer")
+    monkeypatch.setattr(Path, "unlink", lambda _: None)
+    with pytest.raises(FileExistsError):
+        write(path)
+    assert new.read_bytes() == b"of another writer"
+
+
+def test_all_bytes_are_on_the_disk_before_the_file_has_its_name(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = list[str]()
+    for home, name in ((os, "pwritev"), (os, "truncate"), (os, "fsync"), (Path, "rename")):
+        real = getattr(home, name)
+
+        def call(*args: Any, real: Any = real, name: str = name) -> Any:
+            done.append(name)
+            return real(*args)
+
+        monkeypatch.setattr(home, name, call)
+    write(path)
+    assert done[-3:] == ["truncate", "fsync", "rename"]
+    assert done.count("fsync") == done.count("rename") == 1
 
 
 def test_missing_room_is_an_error_before_a_byte_is_written(
