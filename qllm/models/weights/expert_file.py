@@ -15,6 +15,7 @@ import json
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -139,12 +140,9 @@ class ExpertFile:
             what = "a symbolic link" if path.is_symlink() else "no regular file"
             raise _unusable(path, f"it is {what}")
         self._blocks = blocks(path, os.O_RDONLY | os.O_NOFOLLOW)
-        try:
-            self.layers = self._layers(make_header(MAGIC, says))
-            """All layers with experts, in the order of the model."""
-        except BaseException:
-            self._blocks.close()
-            raise
+        weakref.finalize(self, self._blocks.close).atexit = False
+        self.layers = self._layers(make_header(MAGIC, says))
+        """All layers with experts, in the order of the model."""
 
     @property
     def is_direct(self) -> bool:

@@ -169,13 +169,14 @@ class ExpertsInFile:
     def _write(self) -> None:
         group = INT8_GROUPS.get(self._expert_weights)
         plans = [_Plan(source, group, source.formats()) for source in self._sources]
+        num_readers = self._num_readers(plans)
         with (
             self._room(plans),
             written(self._path, self._says, [plan.layer for plan in plans]) as writer,
-            _threads(self._num_readers(plans)) as (pool, count),
+            _threads(num_readers) as pool,
         ):
             for plan in plans:
-                plan.write(writer, pool, count)
+                plan.write(writer, pool, num_readers)
 
     def _num_readers(self, plans: Sequence["_Plan"]) -> int:
         most = max(plan.working_bytes for plan in plans)
@@ -259,11 +260,11 @@ def _refuse_others(model: PreTrainedModel, found: set[str]) -> None:
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[tuple[Executor, int]]:
+def _threads(count: int) -> Iterator[Executor]:
     """Run threads that read and pack. After the block they start nothing more."""
     pool = ThreadPoolExecutor(count, "qllm-read")
     try:
-        yield pool, count
+        yield pool
     finally:
         pool.shutdown(cancel_futures=True)
 

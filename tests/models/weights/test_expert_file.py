@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import gc
 import mmap
 import os
 import stat
@@ -32,6 +33,7 @@ from qllm.models.weights.expert_file import (
     room_for,
     written,
 )
+from tests.support.engines import open_files
 
 SAYS = {"weights": "a", "kernels": "AVX2"}
 FORMATS = (CodeFormat("u4", 64, "bfloat16", "bfloat16", 1), None)
@@ -393,6 +395,21 @@ def test_only_a_regular_file_is_opened(path: Path, kind: str) -> None:
     said = "a symbolic link" if "link" in kind else "no regular file"
     with pytest.raises(ConfigError, match=f"cannot be used: it is {said}"):
         ExpertFile(path, SAYS)
+
+
+def test_no_file_stays_open_behind_an_object_that_is_gone(path: Path) -> None:
+    write(path)
+    before = open_files()
+    file = ExpertFile(path, SAYS)
+    assert len(open_files()) == len(before) + 1
+    file.close()
+    assert open_files() == before
+    del file
+    ExpertFile(path, SAYS)
+    with pytest.raises(ConfigError):
+        ExpertFile(path, SAYS | {"weights": "c"})
+    gc.collect()
+    assert open_files() == before
 
 
 def test_a_link_in_the_place_of_the_unfinished_file_is_not_followed(path: Path) -> None:
