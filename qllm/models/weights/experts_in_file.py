@@ -245,9 +245,10 @@ def _refuse_others(model: PreTrainedModel, found: set[str]) -> None:
         raise ConfigError("the model has no experts that can be in a file; load it without a file")
     for path, module in model.named_modules():
         weights = [module._parameters.get(name) for name in WEIGHTS]
-        if any(weight is None or weight.dim() != 3 for weight in weights):
+        stacks = [weight for weight in weights if weight is not None and weight.dim() == 3]
+        if path not in found and len(stacks) < len(WEIGHTS):
             continue
-        sizes = [size for weight in weights if weight is not None for size in weight.shape[1:]]
+        sizes = [size for weight in stacks for size in weight.shape[1:]]
         if not hasattr(module, "is_transposed") or known_experts(module).kind is None:
             why = "our kernels do not know how they compute"
         elif path not in found:

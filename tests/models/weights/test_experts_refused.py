@@ -31,6 +31,7 @@ from tests.support.experts_in_file import (
 from tests.support.families import make_model
 from tests.support.programs import forward, prompt_of
 from tests.support.streaming import STEM, change, made
+from tests.support.tiny_configs import tiny_model
 
 assert cpu.MISSING is None, cpu.MISSING
 A_WEIGHT = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
@@ -273,6 +274,13 @@ def test_experts_that_our_kernels_do_not_run_are_refused_by_name(tmp_path: Path,
     model.save_pretrained(tmp_path)
     said = "do not know how they compute" if odd == "gate" else "are not all even"
     with pytest.raises(ConfigError, match=rf"experts of model\.layers\.0\.mlp\.experts .*{said}"):
+        loaded(tmp_path)
+
+
+def test_experts_without_a_gate_are_refused_by_name(tmp_path: Path) -> None:
+    tiny_model("nemotron_h").to(torch.bfloat16).save_pretrained(tmp_path)
+    said = r"experts of model\.layers\.\d+\.mixer\.experts .*: our kernels do not know how they"
+    with pytest.raises(ConfigError, match=said):
         loaded(tmp_path)
 
 
