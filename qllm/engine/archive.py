@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from qllm.engine.storage.file import checksum_of
+from qllm.block_file import checksum_of
 from qllm.errors import CheckpointError
 from qllm.private import private_fd
 

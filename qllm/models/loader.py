@@ -26,6 +26,7 @@ from qllm.models.generation import eos_token_ids, sampling_defaults, unlisted_en
 from qllm.models.parts.inventory import changed
 from qllm.models.tokenizer import tokenizer_in
 from qllm.models.weights.checkpoint import Checkpoint, Shards, checkpoint_in
+from qllm.models.weights.experts_in_file import ExpertsInFile
 from qllm.models.weights.formats.layout import PLAIN, Stored
 from qllm.models.weights.formats.rounding import ROUNDINGS
 from qllm.models.weights.gguf_file import checkpoint_of, config_of, open_file
@@ -83,6 +84,7 @@ def load(
     trust_remote_code: bool = False,
     load_format: str = "auto",
     expert_weights: str = "auto",
+    experts: ExpertsInFile | None = None,
 ) -> LoadedModel:
     """Load a model and its tokenizer.
 
@@ -100,6 +102,7 @@ def load(
             config alone.
         expert_weights: Format of experts, see `EngineConfig`; "int4" and "mxfp4" round weights
             while they are read.
+        experts: Place of the experts outside the model; None keeps them in the model.
 
     Raises:
         ConfigError: An unknown name, dtype, device or load format, or a model without experts that
@@ -113,17 +116,22 @@ def load(
         )
     wanted, place = _dtype(dtype), check_device(device)
     dummy, weights = load_format == "dummy", None
+    if experts is not None and (dummy or place.type != "cpu"):
+        raise ConfigError(
+            f"experts in a file are read from a checkpoint into RAM: load_format={load_format!r} "
+            f"on device={str(device)!r} has none; use load_format='auto' on the CPU"
+        )
     name, folder = locate(os.fspath(name_or_path), weights=not dummy, code=trust_remote_code)
     config = _config(name, folder, trust_remote_code)
+    how = expert_weights, experts
     with _MAKING:
         if dummy:
             model = _dummy(name, config, wanted, place, trust_remote_code)
         elif folder.suffix == GGUF:
-            model, weights = _of_gguf(name, folder, config, wanted, place)
+            model, weights = _of_gguf(name, folder, config, wanted, place, *how)
         else:
-            rounding = expert_weights if expert_weights in ROUNDINGS else None
             model, weights = _of_folder(
-                name, folder, config, wanted, place, rounding, trust_remote_code
+                name, folder, config, wanted, place, trust_remote_code, *how
             )
     _use_grouped_mm(model)
     model.train(False)
@@ -322,23 +330,27 @@ def _of_folder(
     config: PreTrainedConfig,
     dtype: torch.dtype | None,
     device: torch.device,
-    rounding: str | None,
     trust_remote_code: bool,
+    expert_weights: str,
+    experts: ExpertsInFile | None,
 ) -> tuple[PreTrainedModel, str | None]:
     """Return a model of safetensors, and how its weights were stored if they are quantised."""
+    rounding = expert_weights if expert_weights in ROUNDINGS else None
     with _reading():
         shards = Shards(weight_files(folder))
         shards.keep(without_further_layers(shards.stored, config))
         method = method_of(config, read_json(folder / "hf_quant_config.json"))
+        if experts is not None:
+            experts.identify(weight_files(folder), method, expert_weights)
         if method is not None:
             form = format_of(name, method)
             checkpoint, rest = checkpoint_in(name, shards, form)
             refuse_dtypes(name, rest, f"no scales where {form.name} has them")
-            return _streamed(name, config, checkpoint, rest, dtype, device)
+            return _streamed(name, config, checkpoint, rest, dtype, device, experts=experts)
         refuse_dtypes(name, shards.stored, "no known quantization_config to scale them")
-        if rounding is not None and _is_known(config):
+        if experts is not None or (rounding is not None and _is_known(config)):
             checkpoint, rest = checkpoint_in(name, shards, PLAIN)
-            return _streamed(name, config, checkpoint, rest, dtype, device, rounding)
+            return _streamed(name, config, checkpoint, rest, dtype, device, rounding, experts)
     tensors = shards.stored
     del shards  # transformers opens the files itself
     _refuse_by_header(name, config, tensors, ())
@@ -353,13 +365,18 @@ def _of_gguf(
     config: PreTrainedConfig,
     dtype: torch.dtype | None,
     device: torch.device,
+    expert_weights: str,
+    experts: ExpertsInFile | None,
 ) -> tuple[PreTrainedModel, str]:
     """Return a model of a GGUF file, and how its weights were stored."""
     with _reading():
         file = open_file(path)
+        if experts is not None:
+            experts.identify([path], None, expert_weights)
         model = _dummy(name, config, None, torch.device("meta"), False)
         kind = dtype or torch.bfloat16  # the file has no dtype
-        return _streamed(name, config, checkpoint_of(file, model), {}, kind, device)
+        checkpoint = checkpoint_of(file, model)
+        return _streamed(name, config, checkpoint, {}, kind, device, experts=experts)
 
 
 def _refuse_by_header(
@@ -384,23 +401,29 @@ def _streamed(
     dtype: torch.dtype | None,
     device: torch.device,
     rounding: str | None = None,
+    experts: ExpertsInFile | None = None,
 ) -> tuple[PreTrainedModel, str]:
     """Return a model of an open checkpoint, and how its weights were stored."""
     if not _is_known(config):
-        raise ModelError(
-            f"model {name!r} is quantised and brings its own modelling code; load bfloat16 weights"
-        )
+        advice = "is quantised and brings its own modelling code; load bfloat16 weights"
+        if experts is not None:
+            advice = "brings its own modelling code; load it without a file of experts"
+        raise ModelError(f"model {name!r} {advice}")
     if rest:
         _refuse_by_header(name, config, rest, checkpoint.quantised)
     kind = dtype or getattr(config, "dtype", None) or torch.bfloat16
-    if dtype is None and rounding is None and kind is torch.float16:
+    is_plain = checkpoint.format == PLAIN.name
+    if dtype is None and not is_plain and kind is torch.float16:
         kind = torch.bfloat16
+    if experts is not None and kind is not torch.bfloat16:
+        raise ConfigError(f"experts in a file are bfloat16, not {kind}; use dtype='bfloat16'")
     for part in (config, config.get_text_config(decoder=True)):
         for key in ("quantization_config", "compression_config"):
             vars(part).pop(key, None)
     model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     with _naming_weights(name):
-        model, info, outcome = stream(model_class, config, checkpoint, kind, device, rounding)
+        how = kind, device, rounding, experts
+        model, info, outcome = stream(model_class, config, checkpoint, *how)
     _refuse_misfit(name, info)
     if rounding is not None and not outcome.kept:
         raise ConfigError(
@@ -430,7 +453,7 @@ def _naming_weights(name: str) -> Iterator[None]:
     """Turn errors of transformers into a ModelError that names the model."""
     try:
         yield
-    except ModelError:
+    except (ConfigError, ModelError):
         raise
     except Exception as error:
         raise ModelError(

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from qllm.errors import ModelError
 from qllm.models.around import is_experts
 from qllm.models.discover import PACKED
+from qllm.models.weights.expert_file import IN_FILE
 from qllm.models.weights.quantised import refuse_quantised
 from qllm.models.weights.quantised_experts import WEIGHTS, all_quantised, quantised_in
 from qllm.models.weights.quantised_linears import all_linears
@@ -35,6 +36,20 @@ def _refuse_experts(name: str, experts: Any) -> None:
         raise ModelError(f"{name} has layout flags qllm does not know: {', '.join(unknown)}")
 
 
+def _refuse_elsewhere(name: str, module: nn.Module) -> None:
+    """Refuse a module whose weights are not in its parameters."""
+    if hasattr(module, PACKED):
+        raise ModelError(
+            f"the weights of {name} are packed for another runner; close that runner (or its "
+            "engine) first, or load the model once more"
+        )
+    if hasattr(module, IN_FILE):
+        raise ModelError(
+            f"the experts of {name} are in {getattr(module, IN_FILE)}, and no runner reads "
+            "them there; load the model without a file of experts"
+        )
+
+
 def refuse_unsafe(model: nn.Module) -> None:
     """Refuse a model that the drivers would run incorrectly.
 
@@ -46,11 +61,7 @@ def refuse_unsafe(model: nn.Module) -> None:
     if getattr(model, "use_kernels", False) or getattr(model, "_use_kernels", False):
         raise ModelError("use_kernels swaps modules for hub kernels; load with use_kernels=False")
     for name, module in model.named_modules():
-        if hasattr(module, PACKED):
-            raise ModelError(
-                f"the weights of {name} are packed for another runner; close that runner (or its "
-                "engine) first, or load the model once more"
-            )
+        _refuse_elsewhere(name, module)
     quantised = {f"{module}.{name}" for module in all_quantised(model) for name in WEIGHTS}
     quantised |= {f"{module}.weight" for module in all_linears(model)}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

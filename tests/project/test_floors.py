@@ -47,13 +47,14 @@ GROUPS = {
     PLANS: Floor("errors types plan policy spelling", PURE),
     "private cores": Floor("errors", PURE | {"os"}),
     "names logs": Floor("", STDLIB),
+    "block_file": Floor("errors private", STDLIB | {"xxhash"}),
     "config": Floor("errors hints spelling types floor", PURE | {"pydantic"}),
     GRAMMARS: Floor(f"errors types {GRAMMARS}", STDLIB | {"llguidance", "numpy"}),
     "scheduler": Floor("errors types floor plan policy", PURE),
     "record": Floor("errors types plan policy private scheduler", STDLIB | {"pydantic"}),
     # models and what computes them
     "models": Floor(
-        "cores errors types plan models kernels torchless",
+        "block_file cores errors types plan models kernels torchless",
         STDLIB | {"gguf", "huggingface_hub", "safetensors", "tokenizers", "torch", "transformers"},
     ),
     "upcycle": Floor("errors models", STDLIB | {"safetensors", "torch", "transformers"}),
@@ -83,9 +84,9 @@ GROUPS = {
     "device.rings": Floor("errors ingress device", STDLIB | {"numpy", "torch"}),
     # the engine, its callers, and what is made of both
     "engine": Floor(
-        f"{BASE} cores cuda device drafters grammar ingress logs models plugins private record "
-        "runner scheduler",
-        STDLIB | {"numpy", "safetensors", "torch", "transformers", "xxhash"},
+        f"{BASE} block_file cores cuda device drafters grammar ingress logs models plugins private "
+        "record runner scheduler",
+        STDLIB | {"numpy", "safetensors", "torch", "transformers"},
     ),
     LOOP: Floor(f"{BASE} {LOOP} drafters ingress record runner.protocol scheduler", PURE),
     "drafters": Floor("errors types plugins", PURE),
@@ -99,13 +100,13 @@ GROUPS = {
         PURE | {"torch"},
     ),
     "engine.storage": Floor(
-        f"{BASE} engine.costs engine.delayed engine.kv ingress kernels models private runner "
-        "scheduler",
-        STDLIB | {"numpy", "torch", "xxhash"},
+        f"{BASE} block_file engine.costs engine.delayed engine.kv ingress kernels models private "
+        "runner scheduler",
+        STDLIB | {"numpy", "torch"},
     ),
     "engine.sizes": Floor("errors config", PURE),
     "engine.handover": Floor(
-        f"{BASE} engine.costs engine.delayed engine.kv engine.loop engine.remote "
+        f"{BASE} block_file engine.costs engine.delayed engine.kv engine.loop engine.remote "
         "engine.storage ingress models record runner scheduler",
         STDLIB | {"numpy", "safetensors", "torch"},
     ),

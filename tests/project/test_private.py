@@ -149,7 +149,7 @@ WRITERS: dict[str, Callable[[Path], None]] = {
     "qllm/record/perfetto.py": perfetto,
     "qllm/workloads/files.py": requests,
     "qllm/engine/archive.py": checkpoint,
-    "qllm/engine/storage/file.py": kept_kv,
+    "qllm/block_file.py": kept_kv,
     "qllm/engine/storage/build.py": kept_kv,
     "qllm/server/state/folder.py": state,
     "qllm/server/state/store.py": state,

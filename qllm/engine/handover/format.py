@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qllm.engine.storage.file import checksum_of
+from qllm.block_file import checksum_of
 from qllm.errors import CheckpointError
 
 MAGIC = b"qllm-ho\x01"

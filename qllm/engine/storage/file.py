@@ -7,29 +7,22 @@ process that dies at any byte leaves each page either complete or absent. The fi
 engine at a time: the holder of the lock file next to it.
 """
 
-import ctypes
-import errno
-import fcntl
-import json
 import math
 import mmap
 import os
 import time
-import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from qllm import block_file
+from qllm.block_file import BLOCK, Blocks, FileLock, checksum_of, created, whole_blocks
 from qllm.errors import ConfigError
-from qllm.private import private_fd
 
-BLOCK = 4096
-"""Size and alignment in bytes of every write."""
 MAGIC = b"qllm-kv\x02"
 FILE, LOCK = "pages.kv", "lock"
 ENTRY = np.dtype(
@@ -45,7 +38,6 @@ ENTRY = np.dtype(
     ]
 )
 """Times are of the wall clock. `own_checksum` covers the slot's number and all other fields."""
-_ZERO_RANGE, _KEEP_SIZE = 0x10, 0x01
 
 
 class Layout(NamedTuple):
@@ -74,61 +66,7 @@ class Entry(NamedTuple):
     until_s: float
 
 
-class Blocks:
-    """A file read and written in whole blocks, without the page cache where the file system can.
-
-    Args:
-        path: A file that exists.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_RDWR)
-        self.is_direct = self._go_direct()
-        """True if the page cache is bypassed. Some file systems cannot bypass it."""
-        _OPEN.add(self)
-
-    def _go_direct(self) -> bool:
-        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
-        try:
-            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-            os.preadv(self._fd, [mmap.mmap(-1, BLOCK)], 0)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                raise
-            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags)
-            return False
-        return True
-
-    def write(self, data: memoryview, at: int) -> None:
-        """Write blocks."""
-        while data:
-            count = os.pwritev(self._fd, [data], at)
-            data, at = data[count:], at + count
-
-    def read(self, data: memoryview, at: int) -> bool:
-        """Read blocks; return True if the file has all of them."""
-        while data:
-            count = os.preadv(self._fd, [data], at)
-            if not count:
-                return False
-            data, at = data[count:], at + count
-        return True
-
-    def erase(self, at: int, num_bytes: int) -> None:
-        """Overwrite blocks with zeros."""
-        how = _ZERO_RANGE | _KEEP_SIZE
-        if _fallocate(self._fd, how, ctypes.c_int64(at), ctypes.c_int64(num_bytes)):
-            zeros = memoryview(mmap.mmap(-1, num_bytes))
-            self.write(zeros, at)
-
-    def close(self) -> None:
-        """Close the file. Idempotent."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-
-class Lock:
+class Lock(FileLock):
     """The right to use a folder, until it is closed or its process ends.
 
     Raises:
@@ -136,25 +74,14 @@ class Lock:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._fd = private_fd(folder / LOCK, os.O_RDWR)
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            pid = os.pread(self._fd, 20, 0).decode("ascii", "replace").strip() or "unknown"
-            os.close(self._fd)
+        super().__init__(folder / LOCK)
+        pid = self.take()
+        if pid is not None:
+            self.close()
             raise ConfigError(
                 f"kv_dir={str(folder)!r} is in use by process {pid}; give each engine a folder "
                 "of its own, or end that one"
-            ) from error
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, str(os.getpid()).encode(), 0)
-        _OPEN.add(self)
-
-    def close(self) -> None:
-        """Release the lock. Idempotent."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+            )
 
 
 class KvFile:
@@ -168,7 +95,7 @@ class KvFile:
 
     def __init__(self, blocks: Blocks, layout: Layout, num_slots: int) -> None:
         self.blocks, self.layout, self.num_slots = blocks, layout, num_slots
-        self._slot_bytes = _whole(layout.num_bytes)
+        self._slot_bytes = whole_blocks(layout.num_bytes)
         self._directory = mmap.mmap(-1, directory_bytes(num_slots))
         self._entries = np.frombuffer(self._directory, ENTRY, num_slots)
         # shared by all pages: page faults of a fresh buffer take longer than the read
@@ -270,13 +197,13 @@ class KvFile:
 
 def directory_bytes(num_slots: int) -> int:
     """Return the bytes of the directory of this many slots."""
-    return _whole(num_slots * ENTRY.itemsize)
+    return whole_blocks(num_slots * ENTRY.itemsize)
 
 
 def num_slots_in(num_bytes: int, layout: Layout) -> int:
     """Return how many pages fit in a file of this many bytes."""
     room = num_bytes - 2 * BLOCK
-    return max(0, room // (_whole(layout.num_bytes) + ENTRY.itemsize))
+    return max(0, room // (whole_blocks(layout.num_bytes) + ENTRY.itemsize))
 
 
 def open_file(
@@ -310,8 +237,12 @@ def open_file(
             "kv_dir_reset=True to replace it"
         )
     if wrong is not None or not path.exists():
-        size = BLOCK + directory_bytes(num_slots) + num_slots * _whole(layout.num_bytes)
-        _make(path, header, size)
+        size = BLOCK + directory_bytes(num_slots) + num_slots * whole_blocks(layout.num_bytes)
+        with suppress(FileNotFoundError):
+            path.unlink()  # the new file may need the space
+        new = path.with_suffix(".new")
+        with created(path, new, size) as fd:
+            os.pwrite(fd, header, 0)
     path.chmod(0o600)  # the file may be a copy with other permissions
     return KvFile(blocks(path), layout, num_slots)
 
@@ -325,83 +256,16 @@ def make_header(layout: Layout, num_slots: int, identity: dict[str, Any]) -> byt
         "dtype": str(layout.dtype),
         "pages": str(num_slots),
     }
-    text = json.dumps(says, sort_keys=True).encode()
-    body = MAGIC + len(text).to_bytes(4, "little") + text
-    if len(body) > BLOCK - 16:
-        raise ConfigError(f"the header of a KV file has {len(body)} bytes and {BLOCK - 16} fit")
-    body = body.ljust(BLOCK - 16, b"\0")
-    return body + blake2b(body, digest_size=16).digest()
+    return block_file.make_header(MAGIC, says)
 
 
 def why_foreign(path: Path, header: bytes) -> str | None:
     """Return the reason why a file does not have this header; None if it has."""
     with open(path, "rb") as file:
         found = file.read(BLOCK)
-    if found == header:
-        return None
-    if len(found) < BLOCK or found[: len(MAGIC)] != MAGIC:
-        return "it is no file of KV pages, or one of another release"
-    if blake2b(found[:-16], digest_size=16).digest() != found[-16:]:
-        return "its header is damaged"
-    says, ours = _said(found), _said(header)
-    wrong = next((name for name in ours if says.get(name) != ours[name]), "version")
-    if wrong == "pages":
-        return f"it has {says.get(wrong)!s:.60} pages, and kv_dir_gib makes {ours[wrong]}"
-    return f"its {wrong} is {says.get(wrong)!s:.60}, and here it is {ours.get(wrong)!s:.60}"
-
-
-def _said(header: bytes) -> dict[str, str]:
-    at = len(MAGIC) + 4
-    length = int.from_bytes(header[at - 4 : at], "little")
-    return dict(json.loads(header[at : at + length]))
-
-
-def _make(path: Path, header: bytes, size: int) -> None:
-    """Create a file with room for all pages. The file gets its name when it is complete."""
-    new = path.with_suffix(".new")
-    with suppress(FileNotFoundError):
-        path.unlink()  # the new file may need the space
-    with suppress(FileNotFoundError):
-        new.unlink()
-    fd = private_fd(new, os.O_RDWR | os.O_EXCL)
-    try:
-        os.posix_fallocate(fd, 0, size)
-        os.pwrite(fd, header, 0)
-        os.fsync(fd)
-    except BaseException:
-        new.unlink()
-        raise
-    finally:
-        os.close(fd)
-    new.rename(path)
-
-
-def _whole(num_bytes: int) -> int:
-    return -(-num_bytes // BLOCK) * BLOCK
+    texts = {"pages": "it has {} pages, and kv_dir_gib makes {}"}
+    return block_file.why_foreign(found, header, "file of KV pages", texts)
 
 
 def _entry_checksum(row: bytes, slot: int) -> int:
     return checksum_of(slot.to_bytes(8, "little"), row[:-8])
-
-
-def checksum_of(*parts: bytes | memoryview) -> int:
-    """Return a 64-bit checksum (XXH3). It is never 0, because 0 marks an empty entry."""
-    from xxhash import xxh3_64  # imported here: an engine without a file does not need it
-
-    state = xxh3_64()
-    for part in parts:
-        state.update(part)
-    return state.intdigest() or 1
-
-
-_fallocate = ctypes.CDLL(None, use_errno=True).fallocate
-_OPEN: "weakref.WeakSet[Blocks | Lock]" = weakref.WeakSet()
-
-
-def _close_all() -> None:
-    """Close the parent's lock and file in a forked child."""
-    for held in list(_OPEN):
-        held.close()
-
-
-os.register_at_fork(after_in_child=_close_all)

@@ -198,6 +198,8 @@ class Experts:
         found = [s.format if isinstance(s, QuantisedStack) else None for s in stacks]
         if packed is not None:
             found = [s.format_for(activations) for s in packed]
+        self.formats = found[0], found[1]
+        """Formats of up and down; None if they are not quantised."""
         formed = map(_address, found)
         gate = clamp or Clamp(0.0, 0.0)
         self._struct = _Experts(*weights, *scaled, *biased, *shape, group or 0, *formed, *gate)
@@ -215,6 +217,17 @@ class Experts:
         """Write one expert's weights: bf16 bit for bit as packed, others rounded to bf16."""
         self._up.unpack(expert, up)
         self._down.unpack(expert, down)
+
+    def parts(self, expert: int) -> dict[str, Tensor]:
+        """Return the packed bytes of one expert, uint8 [bytes] that share its memory, by name.
+
+        The names are those of the pointers of `Experts` in kernels.h.
+        """
+        found = {"up": self._up.packed[expert], "down": self._down.packed[expert]}
+        for name, stack in (("up_scale", self._up), ("down_scale", self._down)):
+            if isinstance(stack, Int8Stack):
+                found[name] = stack.scales[expert]
+        return {name: part.view(-1).view(torch.uint8) for name, part in found.items()}
 
     def run(
         self, x_TD: Tensor, token_S: Tensor, units: int, num_units: int, slots_SD: Tensor

@@ -40,6 +40,8 @@ class Checkpoint(NamedTuple):
     format: str
     plain: Mapping[str, Callable[[], Tensor]]
     quantised: Mapping[str, Callable[[], Weight]]
+    one: Callable[[str, int | None], Weight]
+    """Function that reads a weight, or one weight of a stack, into memory of its own."""
 
 
 class _Shard:
@@ -66,6 +68,14 @@ class _Shard:
         if dtype is None or start == end:
             return self.map(name)
         return self._raw.read(start, end - start).view(dtype).view(stored.shape)
+
+    def read_one(self, name: str, index: int) -> Tensor:
+        """Return one tensor of a stack in memory of its own, see `Shards.read_one`."""
+        start, end, (kind, (num, *shape)) = self.places[name]
+        dtype, size = DTYPES.get(kind), (end - start) // num
+        if dtype is None or not size:
+            return self.map(name)[index]
+        return self._raw.read(start + index * size, size).view(dtype).view(shape)
 
 
 class Shards:
@@ -103,6 +113,10 @@ class Shards:
     def read(self, name: str) -> Tensor:
         """Return a tensor in memory of its own."""
         return self._files[name].read(name)
+
+    def read_one(self, name: str, index: int) -> Tensor:
+        """Return one tensor of a stack, whose first dimension is its number, as `read` does."""
+        return self._files[name].read_one(name, index)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
@@ -182,6 +196,7 @@ def checkpoint_in(name: str, shards: Shards, form: Format) -> tuple[Checkpoint, 
     """
     tensors = shards.stored
     quantised: dict[str, Callable[[], Weight]] = {}
+    of_weight: dict[str, tuple[Layout, Mapping[str, str]]] = {}
     claimed = {key for key in tensors if form.unused and key.endswith(form.unused)}
     try:
         for weight, layout, parts in form.weights(tensors):
@@ -191,12 +206,37 @@ def checkpoint_in(name: str, shards: Shards, form: Format) -> tuple[Checkpoint, 
                     "in another form; download the checkpoint again"
                 )
             quantised[weight] = partial(_read, name, weight, shards, layout, parts)
+            of_weight[weight] = layout, parts
             claimed.update(parts.values())
     except ModelError as error:
         raise ModelError(f"checkpoint of model {name!r}: {error}") from error
     rest = {key: stored for key, stored in tensors.items() if key not in claimed}
     plain = {key: partial(shards.map, key) for key in rest}
-    return Checkpoint(form.name, plain, quantised), rest
+
+    def one(weight: str, index: int | None) -> Weight:
+        if weight in quantised:
+            return quantised[weight]() if index is None else of_stack(weight, index)
+        return shards.read(weight) if index is None else shards.read_one(weight, index)
+
+    def of_stack(weight: str, index: int) -> Weight:
+        with naming(f"checkpoint of model {name!r}, {weight}"):
+            return _one_of_stack(shards, *of_weight[weight], index)
+
+    return Checkpoint(form.name, plain, quantised, one), rest
+
+
+def _one_of_stack(shards: Shards, layout: Layout, parts: Mapping[str, str], index: int) -> Weight:
+    """Read one weight of a stack."""
+    shapes = [shards.stored[key].shape for key in parts.values()]
+    nums = {shape[0] if shape else 0 for shape in shapes}
+    if len(nums) != 1:
+        raise ModelError(
+            f"{', '.join(parts.values())} have {sorted(nums)} weights: one weight of them cannot "
+            "be read alone"
+        )
+    own = {end: shards.read_one(key, index).unsqueeze(0) for end, key in parts.items()}
+    found = _put_together(layout, parts, own)
+    return found.one(0) if isinstance(found, Quantised) else found[0]
 
 
 def _read(

@@ -294,7 +294,12 @@ def checkpoint_of(file: GgufFile, model: Any) -> Checkpoint:
         into: dict[str, Callable[[], Any]] = plain if is_plain else quantised
         into[name] = partial(_read, raw, part)
     kinds = sorted({t.tensor_type.name for t in file.tensors.values()} - set(blocks.PLAIN))
-    return Checkpoint(f"gguf {' '.join(kinds)}".strip(), plain, quantised)
+
+    def one(name: str, index: int | None) -> Weight:
+        assert index is None, "experts of a stack have names of their own"
+        return plain[name]() if name in plain else quantised[name]()
+
+    return Checkpoint(f"gguf {' '.join(kinds)}".strip(), plain, quantised, one)
 
 
 def _refuse_shape(path: Path, tensor: Any, wanted: tuple[int, ...]) -> None:

@@ -176,12 +176,13 @@ def pack_experts(
         for first in range(0, len(found), AT_ONCE):
             some = [found[i] for i in range(first, min(first + AT_ONCE, len(found)))]
             if name == WEIGHTS[0] and not module.is_concatenated:
-                some = [one.rows(_gate_first(one.shape[0])) for one in some]
+                some = [one.rows(gate_first(one.shape[0])) for one in some]
             packed[name].take(first, [[one] for one in some])
     return packed
 
 
-def _gate_first(n: int) -> Tensor:
+def gate_first(n: int) -> Tensor:
+    """Return the numbers of n outputs, in turn of gate and up, with the gate's outputs first."""
     order = torch.arange(n)
     return torch.cat((order[0::2], order[1::2]))
 

@@ -30,7 +30,9 @@ from qllm.errors import ModelError
 from qllm.kernels.cpu.quantised import is_like, stacked
 from qllm.kernels.quantised import Quantised
 from qllm.models.weights.checkpoint import Checkpoint, naming
-from qllm.models.weights.formats.layout import Weight, uncentred
+from qllm.models.weights.conversions import alike, expanded
+from qllm.models.weights.experts_in_file import ExpertsInFile
+from qllm.models.weights.formats.layout import Weight
 from qllm.models.weights.formats.rounding import ROUNDINGS
 from qllm.models.weights.places import Place, by_module, is_turned, places_of, targets_of
 from qllm.models.weights.quantised_experts import (
@@ -128,6 +130,7 @@ def stream(
     dtype: torch.dtype,
     device: torch.device,
     rounding: str | None = None,
+    experts: ExpertsInFile | None = None,
 ) -> tuple[PreTrainedModel, dict[str, Any], Outcome]:
     """Load a model.
 
@@ -138,6 +141,7 @@ def stream(
         dtype: Type of the weights that do not stay quantised.
         device: Device of the weights.
         rounding: Key of `ROUNDINGS`: plain weights of experts are rounded while they are read.
+        experts: Place of the experts outside the model; None keeps them in the model.
 
     Returns:
         The model, transformers' report of keys and shapes that do not fit, and the counts of
@@ -150,6 +154,8 @@ def stream(
     with torch.device("meta"):
         skeleton: PreTrainedModel = auto.from_config(config, dtype=dtype)
     outcome, kept = Outcome(), _Held()
+    if experts is not None:
+        checkpoint = experts.take(skeleton, checkpoint)
     keeps, on_cpu = dtype is torch.bfloat16 and device.type in ("cpu", "cuda"), device.type == "cpu"
     if rounding is not None and keeps:
         checkpoint = _rounded(skeleton, checkpoint, rounding)
@@ -175,11 +181,13 @@ def stream(
         state_dict=lazies,
         dtype=dtype,
         device_map=None if device.type == "cpu" else {"": device},
-        quantization_config=_KeptConfig(kept.names()),
+        quantization_config=_KeptConfig([*kept.names(), *(experts.names() if experts else ())]),
         ignore_mismatched_sizes=True,  # the caller refuses them by name
         output_loading_info=True,
     )
     kept.enter(skeleton, model, rounding, outcome)
+    if experts is not None:
+        outcome.kept += experts.enter(model)
     outcome.expanded = len(rest)
     for path in {place.module for name, place in places.items() if name in rest}:
         say_rounded(model.get_submodule(path), checkpoint.format)
@@ -289,10 +297,7 @@ def _without_empty_biases(model: PreTrainedModel, checkpoint: Checkpoint) -> dic
 
 def _expanded(name: str, read: Callable[[], Weight], turned: bool) -> Tensor:
     """Return a quantised weight in bf16, in the layout of the model's parameter."""
-    found = read()
-    value = found.dequantised() if isinstance(found, Quantised) else found
-    if not value.isfinite().all():
-        raise ModelError(f"{name} has codes or scales that are not finite; download it again")
+    value = expanded(name, read())
     return value.transpose(-1, -2) if turned else value
 
 
@@ -476,29 +481,3 @@ def _weights_of(parts: Sequence[Quantised], num: int, room: Room) -> AnyWeights 
     """Return room for `num` weights like the one of these parts; None if the parts differ."""
     whole = stacked(parts)
     return None if whole is None else room(num, whole)
-
-
-def alike(weights: Sequence[Weight]) -> list[Quantised] | None:
-    """Return weights with scales and offsets of one dtype; None if codes, groups or inputs differ.
-
-    No value changes: scales become fp32 if some are, and a missing offset becomes zero.
-    """
-    found = [one for one in weights if isinstance(one, Quantised)]
-    if {one.code for one in found} == {"u4", "i4"}:
-        found = [uncentred(one) for one in found]
-    kinds = {(one.code, one.group, one.codes.shape[-1]) for one in found}
-    if len(found) != len(weights) or len(kinds) != 1:
-        return None
-    both = [t for one in found for t in (one.scale_NG, one.offset_NG) if t is not None]
-    dtypes, has_offset = {t.dtype for t in both}, any(one.offset_NG is not None for one in found)
-    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
-    return [_with_dtype(one, dtype, has_offset) for one in found]
-
-
-def _with_dtype(one: Quantised, dtype: torch.dtype, has_offset: bool) -> Quantised:
-    offset = one.offset_NG
-    if offset is None and has_offset:
-        offset = torch.zeros_like(one.scale_NG)
-    return one._replace(
-        scale_NG=one.scale_NG.to(dtype), offset_NG=None if offset is None else offset.to(dtype)
-    )

@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from qllm import QLLMEngine, SamplingParams
+from qllm.block_file import checksum_of
 from qllm.config import engine_config
 from qllm.engine.handover import arrivals as handed
 from qllm.engine.handover import format as parcel
 from qllm.engine.handover.format import header_bytes
 from qllm.engine.handover.handover import Choose, Counts
 from qllm.engine.handover.outbox import KEEP_S, Outbox
-from qllm.engine.storage.file import checksum_of
 from qllm.errors import MOVED, CheckpointError, ConfigError
 from qllm.frontend.handle import Handle, Result
 from qllm.ingress import CONTROL, Submission

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from qllm.engine.storage import file as kv_file
+from qllm import block_file
 from qllm.engine.storage.file import (
     BLOCK,
     ENTRY,
@@ -288,7 +288,7 @@ def test_what_is_erased_is_not_in_the_file(folder: Path) -> None:
 def test_erasing_needs_nothing_of_the_file_system(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_file, "_fallocate", lambda *_: -1)
+    monkeypatch.setattr(block_file, "_fallocate", lambda *_: -1)
     test_what_is_erased_is_not_in_the_file(folder)
 
 

@@ -17,6 +17,7 @@ from qllm.kernels.cpu.quantised import is_like
 from qllm.kernels.quantised import Quantised
 from qllm.models.loader import load
 from qllm.models.weights import checkpoint, streaming
+from qllm.models.weights.conversions import alike
 from qllm.models.weights.quantised_experts import WEIGHTS, all_quantised
 from qllm.models.weights.quantised_weights import Weights
 from tests.support import published
@@ -65,7 +66,7 @@ def rooms_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 )
 def test_weights_that_are_made_alike_keep_their_values(kinds: Any) -> None:
     weights = [random(code, 16, scale, offset) for code, scale, offset in kinds]
-    found = streaming.alike(weights)
+    found = alike(weights)
     assert found is not None
     assert all(is_like(one, found[0]) for one in found)
     for one, before in zip(found, weights, strict=True):
@@ -74,10 +75,10 @@ def test_weights_that_are_made_alike_keep_their_values(kinds: Any) -> None:
 
 def test_weights_of_other_codes_groups_or_inputs_are_not_made_alike() -> None:
     one = random("i8", 16, torch.float16, True)
-    assert streaming.alike([one, random("i8", 32, torch.float16, True)]) is None
-    assert streaming.alike([one, random("u4", 16, torch.float16, True)]) is None
-    assert streaming.alike([one, one._replace(group=16, scale_NG=one.scale_NG[:, :1])]) is None
-    assert streaming.alike([one, one.dequantised()]) is None
+    assert alike([one, random("i8", 32, torch.float16, True)]) is None
+    assert alike([one, random("u4", 16, torch.float16, True)]) is None
+    assert alike([one, one._replace(group=16, scale_NG=one.scale_NG[:, :1])]) is None
+    assert alike([one, one.dequantised()]) is None
 
 
 def test_experts_that_are_made_alike_are_in_their_places(tmp_path: Path) -> None:

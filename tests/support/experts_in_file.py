@@ -1,0 +1,87 @@
+"""Experts that were loaded into a file, and the packed experts of a load without a file."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from qllm.models.loader import load
+from qllm.models.weights.expert_file import ExpertFile, room_for
+from qllm.models.weights.experts_in_file import ExpertsInFile
+from qllm.runner.cpu import cpu_runner
+from tests.support.copies import copy_into
+from tests.support.families import make_model
+
+ROOM = 64 << 20
+"""Bytes for the experts of a tiny model."""
+EXPERTS_IN_FILE = "model.experts"
+
+
+def saved(place: Path, family: str = "mixtral") -> Path:
+    """Save a tiny model in bf16."""
+
+    def make(folder: Path) -> None:
+        make_model(family, torch.bfloat16).save_pretrained(folder)
+
+    copy_into(place, ("plain", family), make)
+    return place
+
+
+def loaded(folder: Path, how: str = "auto", max_bytes: int = ROOM, **more: Any) -> Any:
+    """Load a model whose experts go to a file beside its weights; return both."""
+    path = (
+        more.pop("path", None) or (folder if folder.is_dir() else folder.parent) / EXPERTS_IN_FILE
+    )
+    place = ExpertsInFile(path, max_bytes)
+    settings = {"dtype": "bfloat16", "expert_weights": how, "experts": place} | more
+    return load(folder, **settings).model, place.file
+
+
+def bytes_of(stack: Any, expert: int) -> tuple[bytes, bytes]:
+    """Return the packed weight of an expert, and its scales in int8."""
+
+    def raw(tensor: torch.Tensor) -> bytes:
+        return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+    scales = getattr(stack, "scales", None)
+    return raw(stack.packed[expert]), b"" if scales is None else raw(scales[expert])
+
+
+def assert_file_is_bank(file: ExpertFile, folder: Path, how: str = "auto") -> None:
+    """Check every byte against the experts that a runner has packed in memory."""
+    model = load(folder, dtype="bfloat16", expert_weights=how).model
+    runner: Any = cpu_runner(model, expert_weights=how)
+    banks = [bank for bank in runner.backend.compute.banks if bank is not None]
+    assert len(banks) == len(file.layers) > 0
+    for layer, (bank, own) in enumerate(zip(banks, file.layers, strict=True)):
+        packed = bank._packed
+        assert own.num_experts == bank.num_experts
+        stacks = {"up": packed._up, "down": packed._down}
+        for stack, found in zip(stacks.values(), own.formats, strict=True):
+            format = getattr(stack, "format", None)
+            assert (found and found.products) == (format and format.products)
+            assert (found and found.group) == (format and format.group)
+        for expert in range(own.num_experts):
+            room, found = room_for(own.expert_bytes), {}
+            file.read(layer, expert, room)
+            for name, start, count in own.parts:
+                found[name] = bytes(room[start : start + count])
+            for name, stack in stacks.items():
+                weight, scales = bytes_of(stack, expert)
+                assert found.pop(name) == weight, (own.name, expert, name)
+                assert found.pop(f"{name}_scale", b"") == scales, (own.name, expert, name)
+            assert not found
+    runner.close()
+
+
+def flip_weight(folder: Path, name: str) -> None:
+    """Change the last bit of every value of a weight, in a file of the same size and time."""
+    path = folder / "model.safetensors"
+    tensors, times = load_file(path), path.stat()
+    weight = tensors[name]
+    tensors[name] = (weight.view(torch.int16) ^ 1).view(weight.dtype)
+    save_file(tensors, path, metadata={"format": "pt"})
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert path.stat().st_size == times.st_size
