@@ -5,7 +5,7 @@ import random
 import pytest
 
 from qllm.policy import CostTable
-from qllm.scheduler.drafts import CHOICES, Utility
+from qllm.scheduler.drafts import CHOICES, REST, Utility
 
 MS = 1_000_000
 ZEN = CostTable((10 * MS, 12 * MS, 18 * MS, 27 * MS, 45 * MS, 80 * MS), MS)
@@ -112,3 +112,21 @@ def test_a_drafter_that_fails_is_tried_again_now_and_then() -> None:
     assert set(trials[3:]) == {1}
     lost_ns = sum(ZEN.decode(1 + n) - ZEN.decode(1) for n in trials)
     assert lost_ns < 0.03 * 300 * ZEN.decode(1)
+
+
+def test_where_none_pays_it_is_reckoned_again_after_a_few_tokens() -> None:
+    asked: list[int] = []
+
+    def takes(num_drafts: int) -> int:
+        asked.append(num_drafts)
+        return 10**9
+
+    costs, utility = CostTable((10**6, 2 * 10**6), 1), Utility()
+    assert [utility.most(costs, 0, 4, takes) for _ in range(40)] == [0] * 40
+    each = len(CHOICES) + 1
+    assert len(asked) == 40 // REST * each
+    utility.most(costs, 3, 4, takes)
+    assert len(asked) == (40 // REST + 1) * each, "other rows change what pays"
+    utility.saw(1, 1)
+    utility.most(costs, 3, 4, takes)
+    assert len(asked) == (40 // REST + 2) * each, "a verified row does too"
