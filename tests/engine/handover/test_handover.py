@@ -9,6 +9,7 @@ import resource
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,10 +27,12 @@ from qllm.errors import MOVED, CheckpointError, ConfigError
 from qllm.frontend.handle import Handle, Result
 from qllm.ingress import CONTROL, Submission
 from qllm.ingress.messages import Source
+from qllm.models.loader import load
 from qllm.record.trace import Event, Finished
 from qllm.scheduler.program import Index, OpKind, Program
 from qllm.types import FinishReason, StructuredOutputs
 from tests.support import tiny_configs
+from tests.support.draft_models import MTP, SAME, WITH_MTP, drafting, saved
 from tests.support.drafters import always_draft, maker, model_of, next_of, poison_rejected
 from tests.support.families import DTYPES, VOCAB, make_model
 from tests.support.hybrids import make_hybrid
@@ -316,6 +319,30 @@ def test_a_row_that_verifies_drafts_stays_behind(
         assert taken(b) == (1, 0), left.where
         assert found.metrics.num_accepted_drafts > 0 or drafter != "half"
         assert found.metrics.num_rejected_drafts > 0
+
+
+@pytest.mark.parametrize("at", [64, 81])
+@pytest.mark.parametrize(("family", "seed"), [("mixtral", SAME), (WITH_MTP, MTP)])
+def test_a_draft_model_stays_behind_and_another_one_drafts_on(
+    family: str, seed: int, at: int, tmp_path: Path
+) -> None:
+    def reached(program: Program | None, index: Index, count: int) -> bool:
+        assert program is not None
+        return program.rows[0].lo >= at
+
+    spec: dict[str, Any] = {"prompt": prompt_of(60), "max_tokens": 40, "sampling": GREEDY}
+    how = {**SETTINGS, "exactness": "batch-invariant"}
+    with QLLMEngine.from_model(load(saved(tmp_path, family)).model, **how) as alone:
+        stayed = alone.submit(priority="BE", **spec).result(300)
+    a, b = (in_pieces(drafting(tmp_path, family, seed, **how)) for _ in range(2))
+    with a, b:
+        connect(a, b)
+        left = leave(a, reached, priority="BE", **spec)
+        assert a.stats()["drafts"]["model"]["requests"] == 0
+        found = go_on(b, left)
+        assert same(found, stayed), left.where
+        assert taken(b) == (1, 0), left.where
+        assert found.metrics.num_accepted_drafts > 0
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "jamba", "minimax"])

@@ -213,3 +213,27 @@ def test_a_request_in_python_has_the_metrics_of_its_whole_life(tmp_path: Path) -
         assert 0 < metrics.ttft_ms < first_ms, "of the first engine"
         assert metrics.e2e_ms == pytest.approx(metrics.ttft_ms + sum(gaps))
         assert replayed == [1]
+
+
+@pytest.mark.parametrize("draft", ["auto", "exit:2", "model:tiny"])
+def test_an_engine_that_drafts_is_killed_and_the_next_one_drafts_on(draft: str) -> None:
+    log = RequestLog(3, lambda: None)
+    how: dict[str, Any] = {**SAMPLED, **PENALTIES, "logprobs": 1, "ignore_eos": True}
+    sampling = SamplingParams(**how, prediction=tuple(range(40, 90)))
+    with make() as plain:
+        expected = plain.submit("abc", "BE", NUM, sampling=sampling).result(300)
+    with make(draft=draft) as first:
+        slow = first.submit("abc", "BE", NUM, sampling=sampling)
+        log.keep(slow)
+        wait_for(lambda: len(slow.token_ids) >= 5)
+        os.kill(pid_of(first), signal.SIGKILL)
+        wait_for(lambda: log.holds(slow))
+        assert slow.finish_reason is None
+    with make(draft=draft) as second:
+        log.go_on(second.replay)
+        found = slow.result(300)
+        drafts = second.stats()["drafts"]
+    assert (found.token_ids, found.text) == (expected.token_ids, expected.text)
+    assert found.logprobs == expected.logprobs
+    assert found.finish_reason is FinishReason.LENGTH
+    assert drafts["BE"]["accepted"] + drafts["BE"]["rejected"] > 0 or draft == "auto"
