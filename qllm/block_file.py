@@ -127,7 +127,7 @@ def make_header(magic: bytes, says: Mapping[str, str]) -> bytes:
     text = json.dumps(dict(says), sort_keys=True).encode()
     body = magic + len(text).to_bytes(4, "little") + text
     if len(body) > BLOCK - 16:
-        raise ConfigError(f"the header of a file has {len(body)} bytes and {BLOCK - 16} fit")
+        raise ConfigError(f"what the header says takes {len(body)} bytes, and {BLOCK - 16} fit")
     body = body.ljust(BLOCK - 16, b"\0")
     return body + blake2b(body, digest_size=16).digest()
 

@@ -169,8 +169,8 @@ class EngineConfig:
     at a time. "lookup": what followed the last tokens before. "grammar": what the request's grammar
     forces. "auto": the grammar, or a lookup if it forces nothing. "exit:4": the model's own first 4
     layers. "model:PATH": what a smaller model with the same tokenizer says. "mtp": what the
-    checkpoint's own layer behind the last one says. Or the name of an installed drafter. Drafts
-    change no token (docs/guides/drafts.md)."""
+    checkpoint's extra layer for further tokens predicts. Or the name of an installed drafter.
+    Drafts change no token (docs/guides/drafts.md)."""
     draft_tokens: int = 4
     """Most drafted tokens that a step verifies per request, 0 to 16. Each request has as many as
     pay, by measured times."""

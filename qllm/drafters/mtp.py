@@ -23,6 +23,7 @@ from qllm.drafters.model import CHUNK, Drafted, DraftModel
 from qllm.drafters.protocol import DraftRequest
 from qllm.ingress.protocol import ArrivalWord
 from qllm.models.mtp import MtpEmbedding
+from qllm.runner.inference import inference
 from qllm.runner.runner import TorchRunner
 from qllm.runner.sampling.sampler import Sampler
 from qllm.scheduler.program import Program
@@ -30,10 +31,11 @@ from qllm.scheduler.request import Request
 from qllm.types import RequestId, Sampled
 
 MOST_STATES = CHUNK
-"""Most unread states of a request, so that the layer reads them in one pass."""
+"""Most unread states of a request. The layer begins with half of them at most, so that new ones fit
+while it reads."""
 MOST_STATES_OF_ALL = 8 * MOST_STATES
-"""Most unread states of all requests. Above it, the request that had none for longest loses its
-states."""
+"""Most unread states of all requests. Above it, the request whose newest state is the oldest loses
+its states."""
 
 
 class UnreadStates:
@@ -72,7 +74,10 @@ class UnreadStates:
             num = min(len(first), begin - self.begin)
             self.begin += num
             if num < len(first):
-                self._parts.appendleft(first[num:])
+                rest = first[num:]
+                if len(rest) < num:
+                    rest = rest.clone()  # frees the memory of the others
+                self._parts.appendleft(rest)
 
     def of(self, lo: int, hi: int) -> Tensor:
         """Return the states [T, D] of the tokens [lo, hi)."""
@@ -84,6 +89,8 @@ class _Predicted(Drafted):
 
     num_read = 0
     """Number of first tokens that the layer computed with the model's states."""
+    num_begins = 0
+    """Number of times that the layer has begun since it finished a pass over the model's states."""
     last_1D: Tensor | None = None
     """The layer's own last hidden state."""
 
@@ -167,24 +174,33 @@ class MtpLayer(DraftModel):
             one.num_computed = num_read  # the rest was computed with the layer's own states
             del one.ids[one.num_same :]
         else:
-            self._begin_at(one, states.begin + 1)
+            self._begin_again(read, states)
         return super().propose(one, token_ids, most)
 
-    def _begin_at(self, one: Drafted, first: int) -> None:
-        """Begin a request anew, at its token with index `first`."""
+    def _begin_again(self, one: _Predicted, states: UnreadStates) -> None:
+        """Begin a request anew, with the last states.
+
+        If the layer could not read them before others came in their place, it begins with half as
+        many.
+        """
+        one.num_begins += 1
+        self._keep_last(states, max(1, MOST_STATES >> one.num_begins))
         self._drop_kv(one)
-        one.ids, one.num_same, one.first = [], 0, first
-        self._predicted[one.request_id].num_read = 0
-        self._sampler.first[one.request_id] = first
+        one.ids, one.num_same, one.first, one.num_read = [], 0, states.begin + 1, 0
+        self._sampler.first[one.request_id] = one.first
+
+    def _keep_last(self, states: UnreadStates, num: int) -> None:
+        before = len(states)
+        states.drop_before(states.end - num)
+        self._num_unread -= before - len(states)
 
     def _pass(self, one: Drafted) -> bool:
         """Run a pass, or continue the parked one; return True if it ended."""
         is_done, states = super()._pass(one), self._unread[one.request_id]
         if is_done and states:
-            before = len(states)
-            states.drop_before(one.first + one.num_computed - 1)
-            self._num_unread -= before - len(states)
-            self._predicted[one.request_id].num_read = one.num_computed
+            read = self._predicted[one.request_id]
+            self._keep_last(states, states.end - (one.first + one.num_computed - 1))
+            read.num_read, read.num_begins = one.num_computed, 0
         return is_done
 
     def _before_run(self, one: Drafted, program: Program) -> None:
@@ -193,7 +209,7 @@ class MtpLayer(DraftModel):
         lo, hi = (one.first - 1 + place for place in (row.lo, row.hi))
         of_model, of_layer = self._norms
         own = self._predicted[one.request_id].last_1D
-        with torch.inference_mode():
+        with inference():
             if hi <= states.end:
                 self._embedding.states_TD = of_model(states.of(lo, hi))
             else:

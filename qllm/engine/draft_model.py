@@ -91,7 +91,8 @@ def _further_layer(config: EngineConfig, loaded: LoadedModel) -> OwnModel:
         layer,
         max_segment_ms=config.max_segment_ms,
         expert_weights=config.expert_weights,
-        activations=config.activations,
+        # with "auto" the layer's weights stay as they are stored, in bf16
+        activations="bf16" if config.expert_weights == "auto" else config.activations,
     )
     each, like = kv_token_bytes(runner.parts, layer), runner.parts.like
     states = MOST_STATES_OF_ALL * like.shape[-1] * like.itemsize

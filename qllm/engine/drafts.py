@@ -81,7 +81,11 @@ class _ExitCosts:
         self._verify_ns: dict[int, int] = {}
         """Time of a row that verifies, by its number of tokens."""
         self._last: tuple[RequestId, int] | None = None
-        """The request of the last program, and its end."""
+        """The request of the last program, and its end; None after a pause."""
+
+    def paused(self) -> None:
+        """Note that the engine waits, or runs a part of a program."""
+        self._last = None
 
     def ran(self, program: Program, start_ns: int, end_ns: int) -> None:
         """Learn from a program that ran from start to end without a stop."""
@@ -196,7 +200,9 @@ class Drafts:
             sampled: Its tokens.
             ran: Its start and end in nanoseconds; None if it was stopped in between.
         """
-        if self._exit_layer and ran is not None:
+        if ran is None:
+            self.paused()
+        elif self._exit_layer:
             self._exit_costs.ran(program, *ran)
         for r in program.exits:
             if program.samples[r]:
@@ -221,6 +227,10 @@ class Drafts:
                         num_accepted=count - 1,
                     )
                 )
+
+    def paused(self) -> None:
+        """Note that the engine waits, or runs a part of a program."""
+        self._exit_costs.paused()
 
     def stats(self) -> dict[str, Any]:
         """Return accepted and rejected drafts by class, and faults by cause. For any thread."""

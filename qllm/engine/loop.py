@@ -352,6 +352,8 @@ class EngineLoop:
         return expiries[0][0] if expiries else None
 
     def _idle(self, decision: Decision) -> None:
+        if self.drafts is not None:
+            self.drafts.paused()
         if self.prefix is not None and self.prefix.keep_rests():
             return  # looks for arrivals before it copies more
         until = [t for t in (decision.wait_until_ns, self._next_expiry_ns()) if t is not None]
@@ -446,6 +448,8 @@ class EngineLoop:
     ) -> None:
         lowered_ns = self.ingress.stop.lowered_ns
         preempted = self.scheduler.stopped(end, start_ns, end_ns, preempted=by_word)
+        if self.drafts is not None:
+            self.drafts.paused()
         at_ns = self.now_ns()
         if preempted:
             self.preempt_latencies_ns.append(at_ns - lowered_ns)

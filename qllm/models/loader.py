@@ -45,7 +45,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 LOAD_FORMATS = ("auto", "dummy")
 DUMMY_SEED = 0
 
-_MAKING = threading.Lock()
+MAKING = threading.Lock()
 """A lock for the time in which transformers makes a model. It changes the process's default dtype
 meanwhile, so two models made at once would get each other's dtype.
 """
@@ -124,7 +124,7 @@ def load(
     name, folder = locate(os.fspath(name_or_path), weights=not dummy, code=trust_remote_code)
     config = _config(name, folder, trust_remote_code)
     how = expert_weights, experts
-    with _MAKING:
+    with MAKING:
         if dummy:
             model = _dummy(name, config, wanted, place, trust_remote_code)
         elif folder.suffix == GGUF:
@@ -155,7 +155,7 @@ def skeleton(name_or_path: str, trust_remote_code: bool = False) -> PreTrainedMo
     """
     name, folder = locate(name_or_path, weights=False, code=trust_remote_code)
     config = _config(name, folder, trust_remote_code)
-    with _MAKING:
+    with MAKING:
         model = _dummy(name, config, None, torch.device("meta"), trust_remote_code)
     model.train(False)
     return model
@@ -424,6 +424,7 @@ def _streamed(
     with _naming_weights(name):
         how = kind, device, rounding, experts
         model, info, outcome = stream(model_class, config, checkpoint, *how)
+    model.config.name_or_path = name  # as transformers does when it reads the files itself
     _refuse_misfit(name, info)
     if rounding is not None and not outcome.kept:
         raise ConfigError(

@@ -12,6 +12,7 @@ head and position embeddings with the whole model.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,13 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel, modeling_layers
 
+from qllm.cores import free_bytes
 from qllm.errors import ModelError
 from qllm.models.folders import GGUF, first_line, locate, weight_files
+from qllm.models.loader import MAKING
 
-DTYPES = ("BF16", "F16", "F32")
-"""Types of weights, in the words of safetensors, that are read as they are."""
+DTYPES = {"BF16": 2, "F16": 2, "F32": 4}
+"""Types of weights that are read as they are, in the words of safetensors, with their bytes."""
 
 
 class MtpEmbedding(nn.Module):
@@ -42,8 +45,8 @@ class MtpEmbedding(nn.Module):
         self.embed, self._states_first = embed, states_first
         self.enorm, self.hnorm, self.eh_proj = layer.enorm, layer.hnorm, layer.eh_proj
         self.states_TD: Tensor | None = None
-        """Last hidden states, normed, of the tokens before those of the next call. None takes the
-        embeddings in their place, which a test of the layer's code does."""
+        """Last hidden states, normed, of the tokens before those of the next call. If it is None,
+        the embeddings are used in their place. Only a trial of the layer's code does this."""
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the layer's input of token ids."""
@@ -78,21 +81,26 @@ def mtp_model(model: PreTrainedModel) -> tuple[PreTrainedModel, MtpEmbedding]:
     if why:
         raise ModelError(", and ".join(why))
     folder = _folder_of(model)
-    _refuse_weights(folder, text.num_hidden_layers)
     try:
-        with _read_as(model, folder):
-            whole: Any = modeling_layers.MtpModel.from_pretrained(model)
-            config = model.config.get_mtp_config()
+        _refuse_weights(folder, text.num_hidden_layers)
+        with MAKING, _read_as(model, folder):
+            return _made(model, text)
+    except ModelError:
+        raise
     except Exception as error:
         raise ModelError(
             f"transformers {transformers.__version__} cannot read the layer in {folder}: "
             f"{type(error).__name__}: {first_line(error)}"
         ) from error
+
+
+def _made(model: Any, text: Any) -> tuple[PreTrainedModel, MtpEmbedding]:
+    whole: Any = modeling_layers.MtpModel.from_pretrained(model)
     layer = whole.layers[0]
     if layer.post_norm is None:
         raise ModelError("its layers that predict further tokens have no norm of their own")
     with torch.device("meta"):
-        one: Any = type(model)(config)
+        one = type(model)(model.config.get_mtp_config())
     base, states_first = one.get_decoder(), getattr(text, "mtp_hidden_states_first", False)
     base.embed_tokens = MtpEmbedding(whole.embed_tokens, layer, states_first=states_first)
     base.layers[0], base.norm, base.rotary_emb = layer.mtp_block, layer.post_norm, whole.rotary_emb
@@ -112,37 +120,47 @@ def _folder_of(model: PreTrainedModel) -> Path:
 
 
 def _refuse_weights(folder: Path, layer: int) -> None:
-    """Refuse a checkpoint without unquantised weights of the layer with this index."""
-    begin, found = f"layers.{layer}.", False
+    """Refuse a checkpoint without unquantised weights of the layer with this index.
+
+    Weights that do not fit into the memory that is free are refused too.
+    """
+    begin, needed = f"layers.{layer}.", 0
     for path in weight_files(folder):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - `file` is no mapping
                 if begin not in name and not name.startswith("mtp."):
                     continue
-                found, kind = True, file.get_slice(name).get_dtype()
+                part = file.get_slice(name)
+                kind = part.get_dtype()
+                needed += DTYPES.get(kind, 1) * prod(part.get_shape())
                 if kind not in DTYPES:
                     raise ModelError(
                         f"{name} is stored as {kind}, and such layers are read from "
                         f"{', '.join(DTYPES)} only"
                     )
-    if not found:
+    if not needed:
         raise ModelError(f"{folder} has no weights whose names contain {begin!r}")
+    if needed > (free := free_bytes()):
+        raise ModelError(f"its weights take {needed} bytes, and {free} bytes of memory are free")
 
 
 @contextmanager
 def _read_as(model: Any, folder: Path) -> Iterator[None]:
     """Make transformers find the first further layer in a folder.
 
-    The class of a model names these layers by the numbers of the published sizes.
+    The class of a model names these layers by the numbers of the published sizes. And a model whose
+    experts were not read by transformers has no conversions of experts.
     """
     config = model.config.get_text_config(decoder=True)
     before, patterns = config.num_mtp_layers, model._keys_to_ignore_on_load_unexpected
-    name = model.config.name_or_path
+    name, conversions = model.config.name_or_path, getattr(model, "_weight_conversions", None)
     own = rf"\blayers\.{config.num_hidden_layers}\."
     try:
         model._keys_to_ignore_on_load_unexpected = [*(patterns or ()), own]
+        model._weight_conversions = None  # those of its class
         config.num_mtp_layers, model.config.name_or_path = 1, str(folder)
         yield
     finally:
         model._keys_to_ignore_on_load_unexpected = patterns
+        model._weight_conversions = conversions
         config.num_mtp_layers, model.config.name_or_path = before, name

@@ -273,10 +273,10 @@ class TorchRunner:
             raise InvariantError(f"{frame.slots_done} expert slots ran instead of {owed} (I1)")
         with inference():
             frame.save_rows(self.requests, program.end)
-            frame.commit(self.requests)
             if self.on_hidden is not None:
                 for states in frame.last_states():
                     self.on_hidden(*states)
+            frame.commit(self.requests)
         sampled = [s for s in frame.sampled if s.request_id not in frame.dead]
         for token in sampled:
             self.requests[token.request_id].take(token.token_id)

@@ -19,8 +19,8 @@ PROBE_COST = 0.015
 LEAST_WAIT = 2
 """Fewest tokens without drafts before a trial of one drafted token."""
 REST = 4
-"""Number of tokens for which no drafts are reckoned again, after none paid. The sums take 50 us,
-a twentieth of the step of a small model."""
+"""After no number of drafts paid, the sums are made again only at every fourth token. They take 50
+us, a twentieth of the step of a small model."""
 FRESH, FIRST = 3, 2
 """Number of verified rows before the counts decide, and the drafted tokens of each. There are no
 such rows if not even right drafts would pay."""

@@ -123,6 +123,12 @@ def ride_allowance_ns(
     return int(predicted * policy.ride.frac) if target_ns is None else max(0, target_ns - predicted)
 
 
+def _verifies_draft_rows(program: Program) -> bool:
+    """Return True if a row begins where draft rows left the model. They earned for the rest."""
+    pairs = zip(program.rows, program.samples, strict=True)
+    return any(row.start_layer > 0 and num > 1 for row, num in pairs)
+
+
 def settle(
     riding: Riding,
     ranking: Ranking,
@@ -158,18 +164,21 @@ def settle(
     if not done or not all(r.is_decoding for r in decoding):
         return Riding(credit, margin, 0, end_ns)
     target = tpot_target_ns(decoding)
+    joined = len(decoding) < len(program.rows)
+    part_ns = int(elapsed_ns * ranking.policy.ride.frac)
     if program.exits:  # a draft row is a part of a step, and gives no token
-        if len(decoding) < len(program.rows):
+        if joined:
             credit -= elapsed_ns
         elif target is None:
             cap = RIDE_CAP * ride_allowance_ns(ranking.policy, costs, len(decoding), None)
-            credit = max(credit, min(cap, credit + int(elapsed_ns * ranking.policy.ride.frac)))
+            credit = max(credit, min(cap, credit + part_ns))
         return Riding(credit, margin, 0, end_ns)
     places = zip(program.request_ids, program.samples, strict=True)
     num = sum([max(1, samples) for request_id, samples in places if request_id in best])
-    allowance = ride_allowance_ns(ranking.policy, costs, num, target)
+    is_rest = target is None and not joined and _verifies_draft_rows(program)
+    allowance = part_ns if is_rest else ride_allowance_ns(ranking.policy, costs, num, target)
     credit += allowance
-    if joined := len(decoding) < len(program.rows):
+    if joined:
         credit -= max(0, elapsed_ns - costs.decode(num))
     if target is not None and (joined or spent):
         if end_ns - best_ns > target:

@@ -17,6 +17,7 @@ from qllm.drafters.model import DraftModel
 from qllm.engine import draft_model, needs
 from qllm.errors import ConfigError
 from qllm.frontend.handle import Result
+from qllm.models import mtp
 from qllm.models.loader import load
 from qllm.plan import Plan
 from qllm.policy import View, next_row
@@ -590,6 +591,16 @@ def test_a_quantised_layer_is_refused(folder: Path, tmp_path: Path) -> None:
 
     text = refused(load(changed(folder, tmp_path, change)).model, "mtp")
     assert "model.layers.3.eh_proj.weight is stored as F8_E4M3, and such layers are read" in text
+
+
+def test_a_layer_that_does_not_fit_into_memory_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(saved(folder, WITH_MTP)).model
+    monkeypatch.setattr(mtp, "free_bytes", lambda: 1000)
+    text = refused(model, "mtp")
+    assert "its weights take " in text
+    assert "bytes, and 1000 bytes of memory are free; use draft='auto'" in text
 
 
 def test_a_refused_layer_leaves_the_model_as_it_was(folder: Path, tmp_path: Path) -> None:

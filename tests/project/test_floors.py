@@ -95,8 +95,8 @@ GROUPS = {
         "types plan drafters.protocol ingress.protocol runner.protocol scheduler", PURE
     ),
     "drafters.mtp": Floor(  # reads hidden states of a model
-        "types drafters.model drafters.protocol ingress.protocol models.mtp runner.runner "
-        "runner.sampling scheduler",
+        "types drafters.model drafters.protocol ingress.protocol models.mtp runner.inference "
+        "runner.runner runner.sampling scheduler",
         PURE | {"torch"},
     ),
     "engine.storage": Floor(

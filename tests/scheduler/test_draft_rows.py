@@ -137,6 +137,8 @@ def test_a_draft_row_earns_time_for_others_as_a_decode_does() -> None:
     assert earned(alone, 40) == 40
     assert earned(alone, 7, tpot_ms=5) == 7, "a target bounds the gap to the next token"
     assert earned(made([draft, other], [1, 1], exits=(0, 1)), 7) == 7 - 12
+    assert earned(made([Row(1, 9, 11, EXIT, LAYERS)], [2])) == 3, "its draft rows earned the rest"
+    assert earned(made([Row(1, 9, 11, 0, LAYERS)], [2])) == 5, "a quarter of a decode of two tokens"
 
 
 def test_the_costs_of_drafts_are_those_of_rows_alone() -> None:
@@ -160,4 +162,6 @@ def test_the_time_between_two_programs_of_a_request_is_part_of_a_draft() -> None
     costs.ran(made([other], [1], exits=(0,)), 700, 708)
     costs.ran(made([draft, other], [1, 1], exits=(0, 1)), 1708, 1716)
     costs.ran(made([other], [1], exits=(0,)), 2716, 2724)
+    costs.paused()
+    costs.ran(made([other], [1], exits=(0,)), 3716, 3724)
     assert costs.extra_ns(COSTS, 2) == 3 * (8 + 3) + 15 - 30

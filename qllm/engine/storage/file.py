@@ -75,7 +75,11 @@ class Lock(FileLock):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder / LOCK)
-        pid = self.take()
+        try:
+            pid = self.take()
+        except BaseException:
+            self.close()
+            raise
         if pid is not None:
             self.close()
             raise ConfigError(

@@ -182,7 +182,8 @@ class ExpertFile:
         self._blocks.close()
 
     def _layers(self, header: bytes) -> tuple[ExpertLayer, ...]:
-        wrong = why_foreign(self._bytes(0, BLOCK), header, KIND)
+        texts = dict.fromkeys(("weights", "quantization"), "it was made from other weights")
+        wrong = why_foreign(self._bytes(0, BLOCK), header, KIND, texts)
         if wrong is not None:
             raise _unusable(self.path, wrong)
         size = self.path.stat().st_size

@@ -89,7 +89,13 @@ class ExpertsInFile:
             files: Files of the checkpoint's weights.
             method: The checkpoint's quantisation; None if it has none of its own.
             expert_weights: Format of experts, see `EngineConfig`.
+
+        Raises:
+            ConfigError: The format of experts is unknown.
         """
+        known = ("auto", *INT8_GROUPS, *ROUNDINGS)
+        if expert_weights not in known:
+            raise ConfigError(f"expert_weights={expert_weights!r} must be one of {known}")
         self._expert_weights = expert_weights
         found = None if method is None else [method.name, dict(method.settings)]
         text = json.dumps(found, sort_keys=True, default=str)
