@@ -87,7 +87,10 @@ class ExpertSource:
         if names <= self._checkpoint.plain.keys():
             if self._rounding is None:
                 return BF16
-            likes = [self._rounding(torch.zeros(1, k)) for _, k in self._shapes.values()]
+            likes = [
+                self._rounding(torch.zeros(1, k, dtype=torch.float32))
+                for _, k in self._shapes.values()
+            ]
             return Formats(*map(shape_of, likes))
         found = [stacked(_matrices(self._parts(0, name))) for name in WEIGHTS]
         whole = [shape_of(one) for one in found if one is not None]
