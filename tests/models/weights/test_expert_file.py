@@ -368,7 +368,10 @@ def test_a_file_of_something_else_is_refused_by_its_name(path: Path) -> None:
     write(path)
     for name in SAYS:
         ours = SAYS | {name: "c"}
-        with pytest.raises(ConfigError, match=f"its {name} is {SAYS[name]}, and here it is c"):
+        said = f"its {name} is {SAYS[name]}, and here it is c"
+        if name in ("weights", "quantization"):
+            said = "it was made from other weights"
+        with pytest.raises(ConfigError, match=f"{said}; give another"):
             ExpertFile(path, ours)
     path.write_bytes(b"something else of the user's")
     with pytest.raises(ConfigError, match=f"it is no {KIND}, or one of another release"):
