@@ -207,10 +207,15 @@ class Drafts:
         for r in program.exits:
             if program.samples[r]:
                 self._drafted(program.rows[r])
-        chosen = Counter([token.request_id for token in sampled])
         for token in sampled:
             if (drafting := self._drafting.get(token.request_id)) is not None:
                 drafting.ids.append(token.token_id)
+        if max(program.samples) > 1:
+            self._count(program, sampled)
+
+    def _count(self, program: Program, sampled: Sequence[Sampled]) -> None:
+        """Count and record the drafts that a program verified."""
+        chosen = Counter([token.request_id for token in sampled])
         for row, num in zip(program.rows, program.samples, strict=True):
             if num > 1 and (count := chosen[row.request_id]):
                 is_ls = self._scheduler.requests[row.request_id].priority <= Priority.LS
