@@ -27,7 +27,25 @@ NO_TEXTS: Mapping[str, str] = MappingProxyType({})
 _ZERO_RANGE, _KEEP_SIZE = 0x10, 0x01
 
 
-class Blocks:
+class _Open:
+    """An open file, which a forked child closes.
+
+    Args:
+        fd: Number of the file.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        _OPEN.add(self)
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class Blocks(_Open):
     """A file read and written in whole blocks, without the page cache where the file system can.
 
     Args:
@@ -36,10 +54,9 @@ class Blocks:
     """
 
     def __init__(self, path: Path, flags: int = os.O_RDWR) -> None:
-        self._fd = os.open(path, flags | os.O_CLOEXEC)
+        super().__init__(os.open(path, flags | os.O_CLOEXEC))
         self.is_direct = self._go_direct()
         """True if the page cache is bypassed. Some file systems cannot bypass it."""
-        _OPEN.add(self)
 
     def _go_direct(self) -> bool:
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
@@ -75,14 +92,8 @@ class Blocks:
             zeros = memoryview(mmap.mmap(-1, num_bytes))
             self.write(zeros, at)
 
-    def close(self) -> None:
-        """Close the file. Idempotent."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
 
-
-class FileLock:
+class FileLock(_Open):
     """A lock that one process at a time has, until it is closed or its process ends.
 
     Args:
@@ -90,8 +101,7 @@ class FileLock:
     """
 
     def __init__(self, path: Path) -> None:
-        self._fd = private_fd(path, os.O_RDWR)
-        _OPEN.add(self)
+        super().__init__(private_fd(path, os.O_RDWR))
 
     def take(self, wait: bool = False) -> str | None:
         """Take the lock. Return None, or the id of the process that has it, as text.
@@ -106,12 +116,6 @@ class FileLock:
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, str(os.getpid()).encode(), 0)
         return None
-
-    def close(self) -> None:
-        """Release the lock. Idempotent."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
 
 
 def make_header(magic: bytes, says: Mapping[str, str]) -> bytes:
@@ -185,12 +189,12 @@ def created(path: Path, new: Path, num_bytes: int) -> Iterator[int]:
         os.posix_fallocate(fd, 0, num_bytes)
         yield fd
         os.fsync(fd)
+        new.rename(path)
     except BaseException:
         new.unlink()
         raise
     finally:
         os.close(fd)
-    new.rename(path)
 
 
 def whole_blocks(num_bytes: int) -> int:
@@ -209,7 +213,7 @@ def checksum_of(*parts: bytes | memoryview) -> int:
 
 
 _fallocate = ctypes.CDLL(None, use_errno=True).fallocate
-_OPEN: "weakref.WeakSet[Blocks | FileLock]" = weakref.WeakSet()
+_OPEN: weakref.WeakSet[_Open] = weakref.WeakSet()
 
 
 def _close_all() -> None:

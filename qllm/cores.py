@@ -73,6 +73,18 @@ def memory_bytes(
     return min([whole, *(int(text) for text in texts if text.isdigit())])
 
 
+def why_too_large(num_bytes: int) -> str | None:
+    """Return why weights of so many bytes do not fit into the memory that is free; None if they do.
+
+    Args:
+        num_bytes: Bytes of the weights.
+    """
+    free = free_bytes()
+    if num_bytes <= free:
+        return None
+    return f"its weights take {num_bytes} bytes, and {free} bytes of memory are free"
+
+
 def free_bytes(
     groups: Path = Path("/proc/self/cgroup"),
     root: Path = Path("/sys/fs/cgroup"),

@@ -75,29 +75,33 @@ class Drafted:
         return self._model.propose(self, token_ids, most)
 
 
+class Terms(NamedTuple):
+    """The parts and limits that an engine gives to its draft model."""
+
+    stop: Callable[[], ArrivalWord]
+    """Function that returns the engine's stop."""
+    requests: Mapping[RequestId, Request]
+    """The scheduler's requests, which have classes and longest lengths."""
+    most_kv_tokens: int
+    """Most tokens of KV in the draft model, over all requests."""
+    turn_ns: int
+    """Time between two programs in which the draft model may catch up."""
+    now_ns: Callable[[], int]
+    """The engine's clock."""
+
+
 class DraftModel:
     """The draft model of an engine. It makes the drafter of each request.
 
     Args:
         runner: Runner of the draft model. Its requests need no KV blocks.
-        stop: Function that returns the engine's stop.
-        requests: The scheduler's requests, which have classes and longest lengths.
-        most_kv_tokens: Most tokens of KV in the draft model, over all requests.
-        turn_ns: Time between two programs in which the draft model may catch up.
-        now_ns: The engine's clock.
+        terms: Parts and limits of the engine.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        stop: Callable[[], ArrivalWord],
-        requests: Mapping[RequestId, Request],
-        most_kv_tokens: int,
-        turn_ns: int,
-        now_ns: Callable[[], int],
-    ) -> None:
-        self._runner, self._stop, self._requests = runner, stop, requests
-        self._most_kv_tokens, self._turn_ns, self._now_ns = most_kv_tokens, turn_ns, now_ns
+    def __init__(self, runner: Runner, terms: Terms) -> None:
+        self._runner, self._stop, self._requests = runner, terms.stop, terms.requests
+        self._most_kv_tokens, self._turn_ns = terms.most_kv_tokens, terms.turn_ns
+        self._now_ns = terms.now_ns
         self._drafted: dict[RequestId, Drafted] = {}
         """Requests in the draft model. The one that was asked longest ago comes first."""
         self._num_frames = 0

@@ -14,20 +14,18 @@ begins anew, behind the gap. Its drafts can then be worse, but no answer changes
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from qllm.drafters.model import CHUNK, Drafted, DraftModel
+from qllm.drafters.model import CHUNK, Drafted, DraftModel, Terms
 from qllm.drafters.protocol import DraftRequest
-from qllm.ingress.protocol import ArrivalWord
 from qllm.models.mtp import MtpEmbedding
 from qllm.runner.inference import inference
 from qllm.runner.runner import TorchRunner
 from qllm.runner.sampling.sampler import Sampler
 from qllm.scheduler.program import Program
-from qllm.scheduler.request import Request
 from qllm.types import RequestId, Sampled
 
 MOST_STATES = CHUNK
@@ -96,11 +94,15 @@ class _Predicted(Drafted):
 
 
 class _PlacedSampler(Sampler):
-    """A sampler whose requests begin behind the first token, at `first`."""
+    """A sampler whose requests begin behind the first token.
 
-    def __init__(self) -> None:
+    Args:
+        requests: The requests, which know where they begin.
+    """
+
+    def __init__(self, requests: Mapping[RequestId, Drafted]) -> None:
         super().__init__()
-        self.first: dict[RequestId, int] = {}
+        self._drafted = requests
 
     def sample(
         self,
@@ -110,7 +112,8 @@ class _PlacedSampler(Sampler):
         outputs: Sequence[Sequence[int]],
     ) -> list[Sampled]:
         """See `Sampler`. The random numbers are those of the tokens' places in the request."""
-        places = [self.first[i] + at for i, at in zip(request_ids, positions, strict=True)]
+        pairs = zip(request_ids, positions, strict=True)
+        places = [self._drafted[i].first + at for i, at in pairs]
         return super().sample(logits_BV, request_ids, places, outputs)
 
 
@@ -121,41 +124,29 @@ class MtpLayer(DraftModel):
         runner: Runner of the layer.
         embedding: Input of the layer.
         model: Runner of the whole model, which hands over its states.
-        stop, requests, most_kv_tokens, turn_ns, now_ns: See `DraftModel`.
+        terms: Parts and limits of the engine.
     """
 
     def __init__(
-        self,
-        runner: TorchRunner,
-        embedding: MtpEmbedding,
-        model: TorchRunner,
-        stop: Callable[[], ArrivalWord],
-        requests: Mapping[RequestId, Request],
-        most_kv_tokens: int,
-        turn_ns: int,
-        now_ns: Callable[[], int],
+        self, runner: TorchRunner, embedding: MtpEmbedding, model: TorchRunner, terms: Terms
     ) -> None:
-        super().__init__(runner, stop, requests, most_kv_tokens, turn_ns, now_ns)
+        super().__init__(runner, terms)
         self._embedding, self._norms = embedding, (model.parts.norm, runner.parts.norm)
-        self._sampler = runner.sampler = _PlacedSampler()
-        self._predicted: dict[RequestId, _Predicted] = {}
+        runner.sampler = _PlacedSampler(self._drafted)
         self._unread: dict[RequestId, UnreadStates] = {}
-        """Unread states. The request that had none for longest comes first."""
+        """Unread states. The request whose newest state is the oldest comes first."""
         self._num_unread = 0
         model.on_hidden = self._take
         runner.on_hidden = self._take_own
 
     def __call__(self, request: DraftRequest) -> _Predicted:
         """Return the drafter of a request."""
-        one = _Predicted(self, request)
-        self._drafted[one.request_id] = self._predicted[one.request_id] = one
+        one = self._drafted[request.request_id] = _Predicted(self, request)
         return one
 
     def forget(self, request_id: RequestId) -> None:
         """Free all data of a request."""
         super().forget(request_id)
-        self._predicted.pop(request_id, None)
-        self._sampler.first.pop(request_id, None)
         self._drop_states(request_id)
 
     def propose(self, one: Drafted, token_ids: Sequence[int], most: int) -> list[int]:
@@ -169,12 +160,13 @@ class MtpLayer(DraftModel):
         states = self._unread.get(one.request_id)
         if states is None or states.end != len(token_ids) - 1:
             return []
-        num_read, read = states.begin + 1 - one.first, self._predicted[one.request_id]
-        if one.first and 0 <= num_read <= min(read.num_read, one.num_computed):
+        assert isinstance(one, _Predicted)
+        num_read = states.begin + 1 - one.first
+        if one.first and 0 <= num_read <= min(one.num_read, one.num_computed):
             one.num_computed = num_read  # the rest was computed with the layer's own states
             del one.ids[one.num_same :]
         else:
-            self._begin_again(read, states)
+            self._begin_again(one, states)
         return super().propose(one, token_ids, most)
 
     def _begin_again(self, one: _Predicted, states: UnreadStates) -> None:
@@ -187,7 +179,6 @@ class MtpLayer(DraftModel):
         self._keep_last(states, max(1, MOST_STATES >> one.num_begins))
         self._drop_kv(one)
         one.ids, one.num_same, one.first, one.num_read = [], 0, states.begin + 1, 0
-        self._sampler.first[one.request_id] = one.first
 
     def _keep_last(self, states: UnreadStates, num: int) -> None:
         before = len(states)
@@ -198,9 +189,9 @@ class MtpLayer(DraftModel):
         """Run a pass, or continue the parked one; return True if it ended."""
         is_done, states = super()._pass(one), self._unread[one.request_id]
         if is_done and states:
-            read = self._predicted[one.request_id]
+            assert isinstance(one, _Predicted)
             self._keep_last(states, states.end - (one.first + one.num_computed - 1))
-            read.num_read, read.num_begins = one.num_computed, 0
+            one.num_read, one.num_begins = one.num_computed, 0
         return is_done
 
     def _before_run(self, one: Drafted, program: Program) -> None:
@@ -208,13 +199,13 @@ class MtpLayer(DraftModel):
         states, row = self._unread[one.request_id], program.rows[0]
         lo, hi = (one.first - 1 + place for place in (row.lo, row.hi))
         of_model, of_layer = self._norms
-        own = self._predicted[one.request_id].last_1D
+        assert isinstance(one, _Predicted)
         with inference():
             if hi <= states.end:
                 self._embedding.states_TD = of_model(states.of(lo, hi))
             else:
-                assert own is not None
-                self._embedding.states_TD = of_layer(own)
+                assert one.last_1D is not None
+                self._embedding.states_TD = of_layer(one.last_1D)
 
     def _take(self, request_id: RequestId, lo: int, x_TD: Tensor) -> None:
         """Keep the model's last hidden states of the tokens from `lo` on."""
@@ -228,7 +219,9 @@ class MtpLayer(DraftModel):
 
     def _take_own(self, request_id: RequestId, lo: int, x_TD: Tensor) -> None:
         """Keep the layer's own last hidden state."""
-        self._predicted[request_id].last_1D = x_TD[-1:].clone()
+        one = self._drafted[request_id]
+        assert isinstance(one, _Predicted)
+        one.last_1D = x_TD[-1:].clone()
 
     def _drop_states(self, request_id: RequestId) -> None:
         states = self._unread.pop(request_id, None)

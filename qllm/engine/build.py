@@ -13,7 +13,7 @@ from qllm.config import EngineConfig
 from qllm.cuda.copies import measured_bytes_per_ms
 from qllm.cuda.pages import Spare
 from qllm.cuda.streams import StreamApi
-from qllm.drafters.model import DraftModel
+from qllm.drafters.model import DraftModel, Terms
 from qllm.drafters.mtp import MtpLayer
 from qllm.engine.costs import StepCosts
 from qllm.engine.delayed import Inbox
@@ -424,7 +424,7 @@ class EngineCore(LoadedRunner):
         if self.drafting is None:
             return None
         runner, embedding = self.drafting.runner, self.drafting.embedding
-        rest = (
+        terms = Terms(
             lambda: self.loop.ingress.stop,
             self.loop.scheduler.requests,
             self.config.pool_tokens,
@@ -432,8 +432,8 @@ class EngineCore(LoadedRunner):
             now_ns,
         )
         if embedding is None:
-            return DraftModel(runner, *rest)
-        return MtpLayer(runner, embedding, self.runner, *rest)
+            return DraftModel(runner, terms)
+        return MtpLayer(runner, embedding, self.runner, terms)
 
     def serve(self) -> BaseException | None:
         """Serve on this thread until the loop is closed; return the error of a crash."""

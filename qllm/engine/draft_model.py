@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from qllm.config import EngineConfig
-from qllm.cores import free_bytes
+from qllm.cores import why_too_large
 from qllm.drafters.choose import MODEL, MTP, model_path
 from qllm.drafters.mtp import MOST_STATES_OF_ALL
 from qllm.errors import ConfigError, ModelError, shown
@@ -103,12 +103,8 @@ def _refuse_large(path: str) -> None:
     """Raise ConfigError if the weights of a model are more than the memory that is free."""
     _, folder = locate(path, weights=True, code=False)
     files = weight_files(folder) if folder.is_dir() else [folder]
-    needed, free = sum(file.stat().st_size for file in files), free_bytes()
-    if needed > free:
-        raise ConfigError(
-            f"its weights take {needed} bytes, and {free} bytes of memory are free; name a smaller "
-            "model"
-        )
+    if why := why_too_large(sum(file.stat().st_size for file in files)):
+        raise ConfigError(f"{why}; name a smaller model")
 
 
 def _refuse_others(ours: LoadedModel, theirs: LoadedModel) -> None:

@@ -18,17 +18,17 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel, modeling_layers
 
-from qllm.cores import free_bytes
+from qllm.cores import why_too_large
 from qllm.errors import ModelError
 from qllm.models.folders import GGUF, first_line, locate, weight_files
 from qllm.models.loader import MAKING
+from qllm.models.weights.checkpoint import DTYPES, stored_tensors
 
-DTYPES = {"BF16": 2, "F16": 2, "F32": 4}
-"""Types of weights that are read as they are, in the words of safetensors, with their bytes."""
+AS_STORED = ("BF16", "F16", "F32")
+"""Types of weights that are read as they are, as safetensors spells them."""
 
 
 class MtpEmbedding(nn.Module):
@@ -126,22 +126,19 @@ def _refuse_weights(folder: Path, layer: int) -> None:
     """
     begin, needed = f"layers.{layer}.", 0
     for path in weight_files(folder):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - `file` is no mapping
-                if begin not in name and not name.startswith("mtp."):
-                    continue
-                part = file.get_slice(name)
-                kind = part.get_dtype()
-                needed += DTYPES.get(kind, 1) * prod(part.get_shape())
-                if kind not in DTYPES:
-                    raise ModelError(
-                        f"{name} is stored as {kind}, and such layers are read from "
-                        f"{', '.join(DTYPES)} only"
-                    )
+        for name, stored in stored_tensors(path).items():
+            if begin not in name and not name.startswith("mtp."):
+                continue
+            if stored.dtype not in AS_STORED:
+                raise ModelError(
+                    f"{name} is stored as {stored.dtype}, and such layers are read from "
+                    f"{', '.join(AS_STORED)} only"
+                )
+            needed += DTYPES[stored.dtype].itemsize * prod(stored.shape)
     if not needed:
         raise ModelError(f"{folder} has no weights whose names contain {begin!r}")
-    if needed > (free := free_bytes()):
-        raise ModelError(f"its weights take {needed} bytes, and {free} bytes of memory are free")
+    if why := why_too_large(needed):
+        raise ModelError(why)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -129,8 +129,8 @@ class Rank:
             slabs = {layer.attention.kernel.slab for layer in self._layers}
             if len(slabs) > 1:
                 raise ModelError(f"layers have KV of several shapes: {sorted(slabs)}; use one rank")
-            table: Tensor = parts.embed.weight.detach()  # type: ignore[operator]
-            self._table = table[own.vocabulary.start : own.vocabulary.stop]
+            embed: Any = parts.embed
+            self._table = embed.weight.detach()[own.vocabulary.start : own.vocabulary.stop]
             norm = norm_of(parts.norm)
             self._head = Head(parts.lm_head, norm, PLAIN, True, arena, own.vocabulary)
             # A rotary module may change its buffers in a call, so each rank has one.

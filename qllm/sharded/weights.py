@@ -15,8 +15,7 @@ from qllm.kernels import cpu
 from qllm.kernels.quantised import Quantised
 from qllm.models.discover import LayerParts, ModelParts
 from qllm.models.heard import is_heard
-from qllm.models.weights.quantised_experts import quantised_in
-from qllm.models.weights.quantised_linears import is_read, linear_in, weight_of
+from qllm.models.weights.quantised_linears import is_read, weight_bytes, weight_of
 from qllm.models.weights.quantised_weights import tensors_of
 from qllm.runner.layers.native_experts import is_covered
 from qllm.runner.layers.native_parts import (
@@ -67,24 +66,24 @@ class LayerWeights(NamedTuple):
             queries += [] if attention.gate is None else [attention.gate.weight]
         num_experts, experts_bytes = 0, 0
         if experts is not None:
-            num_experts, experts_bytes = _num_experts(experts), _bytes(experts)
+            num_experts, experts_bytes = _num_experts(experts), weight_bytes(experts)
         width = 0 if mlp is None else int(mlp.gate.shape[0])
         inner = [] if mlp is None else [mlp.gate, mlp.up]
         hidden = attention.out.num_outputs
-        down_bytes = 0 if mlp is None else weight_bytes([mlp.down]) // hidden
-        split = weight_bytes(queries) + weight_bytes(kv_weights) + weight_bytes(inner)
+        down_bytes = 0 if mlp is None else bytes_of([mlp.down]) // hidden
+        split = bytes_of(queries) + bytes_of(kv_weights) + bytes_of(inner)
         split += experts_bytes + down_bytes * hidden
         return LayerShape(
             attention.num_heads,
             num_kv_heads,
-            weight_bytes(queries) // attention.num_heads,
-            weight_bytes(kv_weights) // num_kv_heads,
+            bytes_of(queries) // attention.num_heads,
+            bytes_of(kv_weights) // num_kv_heads,
             num_experts,
             experts_bytes // max(1, num_experts),
             width,
-            weight_bytes(inner) // max(1, width),
+            bytes_of(inner) // max(1, width),
             down_bytes,
-            _bytes(self.parts.layer) - split,
+            weight_bytes(self.parts.layer) - split,
         )
 
 
@@ -94,13 +93,13 @@ def shape_of(parts: ModelParts) -> ShardShape:
     head, table = weight_of(parts.lm_head), embed.weight.detach()
     both = [table] if head is table or _same(head, table) else [table, head]
     bias = parts.lm_head.bias
-    token_bytes = sum(weight_bytes([w]) // len(table) for w in both)
+    token_bytes = sum(bytes_of([w]) // len(table) for w in both)
     return ShardShape(
         tuple(LayerWeights.of(layer).shape for layer in parts.layers),
         int(table.shape[1]),
         int(table.shape[0]),
         token_bytes + (0 if bias is None else bias.element_size()),
-        _bytes(parts.norm),
+        weight_bytes(parts.norm),
     )
 
 
@@ -108,21 +107,10 @@ def _same(head: Tensor | Quantised, table: Tensor) -> bool:
     return isinstance(head, Tensor) and head.data_ptr() == table.data_ptr()
 
 
-def weight_bytes(weights: Iterable[Tensor | Quantised]) -> int:
+def bytes_of(weights: Iterable[Tensor | Quantised]) -> int:
     """Return the bytes of weights, quantised ones as a checkpoint has them."""
     found = [tensors_of(w) if isinstance(w, Quantised) else [w] for w in weights]
     return sum(tensor.nbytes for tensors in found for tensor in tensors)
-
-
-def _bytes(module: nn.Module) -> int:
-    """Return the bytes of all weights of a module and its children."""
-    total = 0
-    for one in module.modules():
-        held = linear_in(one) or quantised_in(one)
-        total += 0 if held is None else held.num_bytes
-        own = one.parameters(recurse=False)
-        total += sum(p.nbytes for p in own if p.device.type != "meta")
-    return total
 
 
 def _num_experts(experts: Any) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from qllm.drafters.model import CHUNK, SHORT, DraftModel
+from qllm.drafters.model import CHUNK, SHORT, DraftModel, Terms
 from qllm.drafters.protocol import DraftRequest
 from qllm.plan import ANY_ARRIVAL
 from qllm.runner.cpu import cpu_runner
@@ -74,9 +74,8 @@ class Rig:
     def __init__(self, runner: TorchRunner) -> None:
         self.runner, self.stop, self.now_ns = runner, Word(), 0
         self.requests: dict[int, Request] = {}
-        self.model = DraftModel(
-            runner, lambda: self.stop, self.requests, 4096, 5 * MS, lambda: self.now_ns
-        )
+        terms = Terms(lambda: self.stop, self.requests, 4096, 5 * MS, lambda: self.now_ns)
+        self.model = DraftModel(runner, terms)
 
     def add(self, number: int, num_prompt: int, sampling: SamplingParams = GREEDY) -> Any:
         self.requests[number] = Request(

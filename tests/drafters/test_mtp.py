@@ -45,10 +45,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class Proposal:
-    """What the layer proposed behind some tokens, and the token with which it had begun."""
+    """A proposal of the layer."""
 
     token_ids: list[int]
+    """The request's tokens before the drafts."""
     first: int
+    """Index of the first of them that the layer has computed."""
     drafts: list[int]
 
 
@@ -66,7 +68,7 @@ def proposals(monkeypatch: pytest.MonkeyPatch) -> list[Proposal]:
         if drafts:
             found.append(Proposal(list(token_ids[:]), one.first, drafts))
             kv = layer._runner.requests[one.request_id].kv
-            num = layer._predicted[one.request_id].num_read
+            num = one.num_read
             for slab in kv.slabs:
                 for t in slab or ():
                     with torch.inference_mode():

@@ -12,12 +12,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from qllm import QLLMEngine, SamplingParams
+from qllm import QLLMEngine, SamplingParams, cores
 from qllm.drafters.model import DraftModel
-from qllm.engine import draft_model, needs
+from qllm.engine import needs
 from qllm.errors import ConfigError
 from qllm.frontend.handle import Result
-from qllm.models import mtp
 from qllm.models.loader import load
 from qllm.plan import Plan
 from qllm.policy import View, next_row
@@ -102,8 +101,8 @@ def is_empty(engine: QLLMEngine) -> bool:
     """True if the draft model has no request, no KV and no frame."""
     model: Any = model_in(engine)
     runner = model._runner
-    rest = getattr(model, "_unread", None) or getattr(model, "_predicted", None)
-    return not (model._drafted or model.num_kv_tokens or runner.requests or runner.frames or rest)
+    states = getattr(model, "_unread", None)
+    return not (model._drafted or model.num_kv_tokens or runner.requests or runner.frames or states)
 
 
 # -- answers
@@ -480,7 +479,7 @@ def test_more_memory_than_there_is_is_refused(
 ) -> None:
     draft = f"model:{saved(folder, 'mixtral')}"
     with monkeypatch.context() as patch:
-        patch.setattr(draft_model, "free_bytes", lambda: 1000)
+        patch.setattr(cores, "free_bytes", lambda: 1000)
         assert "and 1000 bytes of memory are free; name a smaller model" in refused(mixtral, draft)
     monkeypatch.setattr(needs, "memory_bytes", lambda: 1 << 20)
     said = refused(mixtral, draft, max_kv_tokens=2048, prefix_cache=False)
@@ -597,7 +596,7 @@ def test_a_layer_that_does_not_fit_into_memory_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load(saved(folder, WITH_MTP)).model
-    monkeypatch.setattr(mtp, "free_bytes", lambda: 1000)
+    monkeypatch.setattr(cores, "free_bytes", lambda: 1000)
     text = refused(model, "mtp")
     assert "its weights take " in text
     assert "bytes, and 1000 bytes of memory are free; use draft='auto'" in text

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -114,10 +115,10 @@ EXPERT_FORMATS = ("bf16", "int8", "u4", "e2m1")
 
 
 def stack_of(form: str, n: int, k: int, seed: int) -> QuantisedStack:
-    weights = [weight_of(form, n, k, seed + e) for e in range(NUM)]
+    weights: list[Any] = [weight_of(form, n, k, seed + e) for e in range(NUM)]
     assert isinstance(weights[0], Quantised)
     stack = QuantisedStack(NUM, n, k, weights[0])
-    stack.pack(0, *weights)  # type: ignore[arg-type]
+    stack.pack(0, *weights)
     return stack
 
 
@@ -147,7 +148,8 @@ def test_ranges_of_experts_fill_the_slots_of_the_whole(form: str) -> None:
     rng, x = random.Random(form), rand(40, HIDDEN, seed=3)
     for _ in range(3):
         ids = torch.tensor([rng.sample(range(NUM), 3) for _ in range(40)])
-        work = Work(Sized(), ids, 8)  # type: ignore[arg-type]
+        bank: Any = Sized()
+        work = Work(bank, ids, 8)
         experts_of(form, range(NUM)).run(
             x, work.token_S, work.flat.buffer_info()[0], len(work.units), work.slots_SD
         )

@@ -95,7 +95,7 @@ GROUPS = {
         "types plan drafters.protocol ingress.protocol runner.protocol scheduler", PURE
     ),
     "drafters.mtp": Floor(  # reads hidden states of a model
-        "types drafters.model drafters.protocol ingress.protocol models.mtp runner.inference "
+        "types drafters.model drafters.protocol models.mtp runner.inference "
         "runner.runner runner.sampling scheduler",
         PURE | {"torch"},
     ),

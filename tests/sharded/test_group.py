@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -29,10 +30,10 @@ def test_a_part_is_read_by_all_before_its_rank_continues() -> None:
     def work(member: Member) -> list[float]:
         part = torch.full((1, 1), float(member.rank))
 
-        def join(parts: object) -> torch.Tensor:
+        def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
             if member.rank == 1:
                 time.sleep(0.02)
-            return torch.cat(list(parts))  # type: ignore[call-overload]
+            return torch.cat(list(parts))
 
         found: list[float] = member.gather(part, join).flatten().tolist()
         part.fill_(-1.0)

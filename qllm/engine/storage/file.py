@@ -76,16 +76,14 @@ class Lock(FileLock):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder / LOCK)
         try:
-            pid = self.take()
+            if (pid := self.take()) is not None:
+                raise ConfigError(
+                    f"kv_dir={str(folder)!r} is in use by process {pid}; give each engine a folder "
+                    "of its own, or end that one"
+                )
         except BaseException:
             self.close()
             raise
-        if pid is not None:
-            self.close()
-            raise ConfigError(
-                f"kv_dir={str(folder)!r} is in use by process {pid}; give each engine a folder "
-                "of its own, or end that one"
-            )
 
 
 class KvFile:

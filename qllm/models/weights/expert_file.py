@@ -290,13 +290,23 @@ def file_bytes(layers: Sequence[ExpertLayer]) -> int:
 
 def leave_in_file(module: Any, name: str, path: Path) -> None:
     """Mark a module of experts whose weights are in a file. Its forward raises a ModelError."""
-
-    def refuse(*_: object, **__: object) -> NoReturn:
-        raise ModelError(f"the experts of {name} are in {path}, so its own forward cannot run")
-
-    refuse.is_ours = True  # type: ignore[attr-defined]
     setattr(module, IN_FILE, str(path))
-    module.forward = refuse
+    module.forward = _Refusal(name, path)
+
+
+class _Refusal:
+    """A forward of experts that are in a file."""
+
+    is_ours = True
+    """The mark of forwards that this package replaced."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        self._name, self._path = name, path
+
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        raise ModelError(
+            f"the experts of {self._name} are in {self._path}, so its own forward cannot run"
+        )
 
 
 def _unusable(path: Path, why: str) -> ConfigError:
@@ -319,9 +329,9 @@ def _table(layers: Sequence[ExpertLayer]) -> tuple[bytes, int]:
     return text.ljust(whole_blocks(len(text)), b"\0"), len(text)
 
 
-def _layer_of(row: dict[str, object]) -> ExpertLayer:
+def _layer_of(row: dict[str, Any]) -> ExpertLayer:
     """Return a layer of the table."""
-    layer = ExpertLayer(**row)  # type: ignore[arg-type]
+    layer = ExpertLayer(**row)
     up, down = (None if one is None else CodeFormat(*one) for one in layer.formats)
     parts = tuple(Part(*part) for part in layer.parts)
     return layer._replace(parts=parts, formats=(up, down), checksums=tuple(layer.checksums))

@@ -125,24 +125,28 @@ class ExpertSource:
         self, parts: list[Weight], name: str, expert: int, like: Quantised | None
     ) -> Tensor | Quantised | None:
         whole: Tensor | Quantised | None
+        names = [own for own, _ in self._names[name][expert]]
         if like is None:
-            values = [
-                expanded(own, one) if own in self._checkpoint.quantised else one
-                for (own, _), one in zip(self._names[name][expert], parts, strict=True)
-            ]
-            whole = torch.cat([one.to(torch.bfloat16) for one in values])  # type: ignore[union-attr]
+            values = [self._values(*pair) for pair in zip(names, parts, strict=True)]
+            whole = torch.cat([one.to(torch.bfloat16) for one in values])
         else:
             whole = _like(parts, like)
         if whole is not None and tuple(whole.shape) != self._shapes[name]:
-            names = " and ".join(own for own, _ in self._names[name][expert])
             raise ModelError(
-                f"{names} is {tuple(whole.shape)} and must be {self._shapes[name]}; download it "
-                "again"
+                f"{' and '.join(names)} is {tuple(whole.shape)} and must be {self._shapes[name]}; "
+                "download it again"
             )
         if whole is None or name != WEIGHTS[0] or self.module.is_concatenated:
             return whole
         order = gate_first(len(whole) if isinstance(whole, Tensor) else whole.shape[0])
         return whole[order] if isinstance(whole, Tensor) else whole.rows(order)
+
+    def _values(self, own: str, weight: Weight) -> Tensor:
+        """Return the values of a weight as they are, or of a quantised one after a check."""
+        if own in self._checkpoint.quantised:
+            return expanded(own, weight)
+        assert isinstance(weight, Tensor)
+        return weight
 
     def _parts(self, expert: int, name: str) -> list[Weight]:
         """Read the parts of one weight of an expert, with outputs as rows."""

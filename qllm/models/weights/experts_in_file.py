@@ -42,13 +42,11 @@ from qllm.models.weights.expert_file import (
     written,
 )
 from qllm.models.weights.expert_source import ExpertSource
-from qllm.models.weights.formats.rounding import ROUNDINGS
+from qllm.models.weights.formats.rounding import INT8_GROUPS, ROUNDINGS
 from qllm.models.weights.places import Place, by_module, places_of
 from qllm.models.weights.quantised import Method
 from qllm.models.weights.quantised_experts import WEIGHTS
 
-INT8_GROUPS = {"int8": 0, "int8-g64": 64}
-"""Number of inputs per scale, by `expert_weights`; 0 is all inputs."""
 READERS = 8
 """Most threads that read and pack."""
 SOURCE_BYTES, SCRATCH_BYTES = 4, 16

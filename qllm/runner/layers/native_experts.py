@@ -22,10 +22,11 @@ from qllm.kernels.cpu import is_usable
 from qllm.kernels.cpu.experts import Clamp, Experts
 from qllm.models.discover import PACKED
 from qllm.models.parts.known import experts as known_experts
+from qllm.models.weights.formats.rounding import INT8_GROUPS
 from qllm.models.weights.quantised_experts import WEIGHTS, quantised_in, say_rounded
 from qllm.runner.layers.work import Work
 
-GROUPS = {"auto": None, "int8": 0, "int8-g64": 64}
+GROUPS = {"auto": None, **INT8_GROUPS}
 """Number of inputs per scale, by format of expert weights. None is bf16 without scales, 0 is all
 inputs."""
 

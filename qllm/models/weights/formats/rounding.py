@@ -61,6 +61,8 @@ ROUNDINGS: dict[str, Callable[[Tensor], Quantised]] = {"int4": int4, "mxfp4": mx
 """Rounding function for each value of `expert_weights` that rounds while a model loads."""
 
 
+INT8_GROUPS = {"int8": 0, "int8-g64": 64}
+"""Number of inputs per scale in int8, by `expert_weights`; 0 is all inputs."""
 BITS = {"int4": 4 + 32 / INT4_GROUP, "mxfp4": 4 + 16 / MXFP4_GROUP, "int8": 8, "int8-g64": 8.5}
 """Bits of a weight in memory, by value of `expert_weights`."""
 
