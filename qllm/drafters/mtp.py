@@ -86,7 +86,8 @@ class _Predicted(Drafted):
     """A request in the layer: its `Drafter`."""
 
     num_read = 0
-    """Number of first tokens that the layer computed with the model's states."""
+    """Number of first tokens that the last pass over the model's states had computed. If KV was
+    dropped since, fewer are computed."""
     num_begins = 0
     """Number of times that the layer has begun since it finished a pass over the model's states."""
     last_1D: Tensor | None = None
@@ -178,7 +179,7 @@ class MtpLayer(DraftModel):
         one.num_begins += 1
         self._keep_last(states, max(1, MOST_STATES >> one.num_begins))
         self._drop_kv(one)
-        one.ids, one.num_same, one.first, one.num_read = [], 0, states.begin + 1, 0
+        one.ids, one.num_same, one.first = [], 0, states.begin + 1
 
     def _keep_last(self, states: UnreadStates, num: int) -> None:
         before = len(states)
