@@ -2,6 +2,8 @@
 
 import math
 import random
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -222,6 +224,59 @@ def test_a_layer_that_is_too_slow_for_its_states_begins_with_fewer(
     assert sum(counts([result])) > 0
 
 
+def draft_in_turns(
+    engine: QLLMEngine, then: Callable[[int, int], object] = lambda *_: None
+) -> None:
+    """Draft nothing at tokens 0 to 39, draft at tokens 40 to 79, and so on.
+
+    Args:
+        engine: Engine that drafts.
+        then: Receiver of request and first token of each step.
+    """
+    drafts, runner = loop_of(engine).drafts, loop_of(engine).runner
+    take, most = runner.on_hidden, drafts._most
+
+    def taken(request_id: int, lo: int, x_TD: Tensor) -> None:
+        take(request_id, lo, x_TD)
+        drafts._most = most if lo // 40 % 2 else 0
+        then(request_id, lo)
+
+    runner.on_hidden = taken
+
+
+def test_the_layer_begins_with_as_many_states_after_each_gap(
+    folder: Path, proposals: list[Proposal], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It begins with fewer only if it could not read those of the last try."""
+    monkeypatch.setattr(mtp, "MOST_STATES", 32)
+    with drafting(folder, WITH_MTP, MTP) as engine:
+        draft_in_turns(engine)
+        engine.submit(prompt_of(9, 1), "LS", 210, sampling=GREEDY).result(300)
+    begun = {made.first: len(made.token_ids) - made.first for made in reversed(proposals)}
+    assert [*begun.values()] == [16, 16, 16]
+
+
+def test_a_layer_that_begins_anew_frees_the_memory_of_its_kv(
+    folder: Path, proposals: list[Proposal], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mtp, "MOST_STATES", 32)
+    slabs: list[weakref.ref[Tensor]] = []
+    found: set[tuple[int, bool]] = set()
+    with drafting(folder, WITH_MTP, MTP) as engine:
+        layer: Any = model_in(engine)
+
+        def look(request_id: int, _: int) -> None:
+            num_begins = len({made.first for made in proposals})
+            if num_begins and not slabs:
+                slabs.append(weakref.ref(layer._runner.requests[request_id].kv.slabs[0][0]))
+            if num_begins:
+                found.add((num_begins, slabs[0]() is not None))
+
+        draft_in_turns(engine, look)
+        engine.submit(prompt_of(9, 1), "LS", 140, sampling=GREEDY).result(300)
+    assert found == {(1, True), (2, False)}
+
+
 def test_a_receiver_that_fails_ends_no_request(folder: Path) -> None:
     with engine_of(folder, WITH_MTP) as engine:
         expected = engine.submit(prompt_of(40, 1), "LS", 16, sampling=GREEDY).result(300)
@@ -329,3 +384,16 @@ def test_states_are_kept_as_a_plain_list_keeps_them(
         lo, hi = sorted(rng.choices(range(states.begin, states.end + 1), k=2))
         expected = torch.tensor([plain.states[t] for t in range(lo, hi)])
         assert states.of(lo, hi)[:, 0].equal(expected)
+
+
+def test_states_take_the_memory_of_those_that_are_kept() -> None:
+    """A long step has more states than are kept."""
+    states = UnreadStates()
+
+    def held() -> int:
+        return sum(part.untyped_storage().nbytes() // 4 for part in states._parts)
+
+    states.add(0, torch.zeros(2 * MOST_STATES - 1, 1))
+    assert held() == len(states) == MOST_STATES
+    states.drop_before(states.end - MOST_STATES // 4)
+    assert held() == len(states) == MOST_STATES // 4
