@@ -461,6 +461,13 @@ def test_all_bytes_are_on_the_disk_before_the_file_has_its_name(
     assert done.count("fsync") == done.count("rename") == 1
 
 
+def test_a_file_that_cannot_get_its_name_is_removed(path: Path) -> None:
+    path.mkdir()
+    with pytest.raises(IsADirectoryError):
+        write(path)
+    assert list(path.parent.iterdir()) == [path]
+
+
 def test_missing_room_is_an_error_before_a_byte_is_written(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
