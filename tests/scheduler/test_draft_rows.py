@@ -13,7 +13,7 @@ from qllm.scheduler.program import Index, OpKind, Program
 from qllm.scheduler.request import Request
 from qllm.scheduler.ride import Riding, settle
 from qllm.scheduler.rules import _broken_row
-from qllm.types import Frontier, Slo
+from qllm.types import NS_PER_MS, Frontier, Slo
 
 EXIT, LAYERS = 2, 4
 SHAPE = ModelShape(LAYERS, 4, 2, (True,) * LAYERS, 64, 64)
@@ -137,8 +137,13 @@ def test_a_draft_row_earns_time_for_others_as_a_decode_does() -> None:
     assert earned(alone, 40) == 40
     assert earned(alone, 7, tpot_ms=5) == 7, "a target bounds the gap to the next token"
     assert earned(made([draft, other], [1, 1], exits=(0, 1)), 7) == 7 - 12
-    assert earned(made([Row(1, 9, 11, EXIT, LAYERS)], [2])) == 3, "its draft rows earned the rest"
+    late = Row(1, 9, 11, EXIT, LAYERS)
+    both = made([late, Row(2, 9, 10, EXIT, LAYERS)], [2, 1])
+    assert earned(made([late], [2])) == 3, "its draft rows earned the rest"
+    assert earned(made([late], [2]), tpot_ms=5) == 5 * NS_PER_MS - 20, "they earned nothing"
+    assert earned(both) == 5, "a row of BE shares its time"
     assert earned(made([Row(1, 9, 11, 0, LAYERS)], [2])) == 5, "a quarter of a decode of two tokens"
+    assert earned(made([Row(1, 9, 10, EXIT, LAYERS)], [1])) == 2, "a decode that was stopped"
 
 
 def test_the_costs_of_drafts_are_those_of_rows_alone() -> None:

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from qllm.policy import CostTable
-from qllm.scheduler.drafts import CHOICES, REST, Utility
+from qllm.scheduler.drafts import CHOICES, Utility
 
 MS = 1_000_000
 ZEN = CostTable((10 * MS, 12 * MS, 18 * MS, 27 * MS, 45 * MS, 80 * MS), MS)
@@ -122,11 +122,13 @@ def test_where_none_pays_it_is_reckoned_again_after_a_few_tokens() -> None:
         return 10**9
 
     costs, utility = CostTable((10**6, 2 * 10**6), 1), Utility()
-    assert [utility.most(costs, 0, 4, takes) for _ in range(40)] == [0] * 40
+    assert [utility.most(costs, 0, 4, takes) for _ in range(42)] == [0] * 42
     each = len(CHOICES) + 1
-    assert len(asked) == 40 // REST * each
+    assert len(asked) == 11 * each, "at the first token and each fourth one after it"
     utility.most(costs, 3, 4, takes)
-    assert len(asked) == (40 // REST + 1) * each, "other rows change what pays"
+    assert len(asked) == 12 * each, "other rows change what pays"
+    utility.most(costs, 3, 4, takes)
+    assert len(asked) == 12 * each
     utility.saw(1, 1)
     utility.most(costs, 3, 4, takes)
-    assert len(asked) == (40 // REST + 2) * each, "a verified row does too"
+    assert len(asked) == 13 * each, "a verified row does too"
