@@ -275,7 +275,7 @@ class TorchRunner:
             frame.save_rows(self.requests, program.end)
             if self.on_hidden is not None:
                 for states in frame.last_states():
-                    self.on_hidden(*states)
+                    self.on_hidden(*states)  # if it fails, nothing is committed yet
             frame.commit(self.requests)
         sampled = [s for s in frame.sampled if s.request_id not in frame.dead]
         for token in sampled:
