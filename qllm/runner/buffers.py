@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from qllm.runner.frame import LayerState
 from qllm.runner.layers.drivers import Routed, RouterExtras
-from qllm.runner.layers.native import NativeLayer
 from qllm.runner.layers.work import Bank, Unit, Work
 from qllm.scheduler.program import Index, Op, OpKind
 
@@ -30,13 +30,47 @@ class Storage:
         """
         numel, flat = math.prod(shape), self._flat.get(name)
         if flat is None or flat.numel() < numel or flat.dtype is not dtype:
-            flat = self._flat[name] = torch.empty(numel, dtype=dtype)
+            flat = self._flat[name] = self.fresh((numel,), dtype)
         return flat[:numel].view(shape)
+
+    def fresh(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return an uninitialised tensor that shares no memory."""
+        return torch.empty(tuple(shape), dtype=dtype)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all memory, used or not. Callable from any thread."""
         return sum(flat.nbytes for flat in list(self._flat.values()))
+
+
+class Buffered(Protocol):
+    """A layer, as far as its buffers depend on it."""
+
+    @property
+    def top_k(self) -> int:
+        """Experts per token."""
+        ...
+
+    @property
+    def weights(self) -> torch.dtype:
+        """Dtype of the experts' weights, as the router returns them."""
+        ...
+
+    @property
+    def has_shared(self) -> bool:
+        """True if shared experts run beside the routed ones."""
+        ...
+
+
+class Sizes(NamedTuple):
+    """Sizes of the routed experts' work."""
+
+    out_width: int
+    """Width of an expert's output."""
+    num_units: int
+    """Most work units."""
+    unit_rows: int
+    """Most rows of one work unit."""
 
 
 class LayerBuffers:
@@ -45,25 +79,22 @@ class LayerBuffers:
     A frame that is parked in the layer keeps the tensors.
     """
 
-    def __init__(
-        self, x_TD: Tensor, layer: NativeLayer, out_width: int, num_units: int, storage: Storage
-    ) -> None:
+    def __init__(self, x_TD: Tensor, layer: Buffered, sizes: Sizes, storage: Storage) -> None:
         (tokens, width), top_k, dtype = x_TD.shape, layer.top_k, x_TD.dtype
         num, take, shape = tokens * top_k, storage.take, (tokens, width)
         self.storage = storage
         self.mid_TD, self.normed_TD = take("mid", shape, dtype), take("normed", shape, dtype)
-        self.next_TD = torch.empty_like(x_TD)  # the frame takes ownership
-        has_shared = layer.router is not None and layer.mlp is not None
-        self.shared_TD = take("shared", shape, dtype) if has_shared else None
+        self.next_TD = storage.fresh(shape, dtype)  # the frame takes ownership
+        self.shared_TD = take("shared", shape, dtype) if layer.has_shared else None
         self.weights_TK = take("weights", (tokens, top_k), layer.weights)
-        self.slots_SD = take("slots", (num, out_width), dtype)
-        whole = take("ints", (3 * (num + num_units),), torch.int64)
+        self.slots_SD = take("slots", (num, sizes.out_width), dtype)
+        whole = take("ints", (3 * (num + sizes.num_units),), torch.int64)
         self.ids_TK = whole[:num].view(tokens, top_k)
         self.ints = whole[num : 3 * num]
         """The fields token_S and inverse_S of `Work`."""
         self.units = whole[3 * num :]
         self.places = self._places()
-        """Fields of `_Sweep` except the destination of the layer's output."""
+        """Fields of `SweepStruct` except the destination of the layer's output."""
 
     def _places(self) -> dict[str, int | None]:
         token = self.ints.data_ptr()
@@ -134,10 +165,15 @@ class LayerBuffers:
         units_done = at.pos or (num_units if at.op >= combine else 0)
         if bank is not None and units_done:
             if state.work is None:
-                units = [Unit(*unit) for unit in self.units.view(-1, 3)[:num_units].tolist()]
-                state.work = Work.of(bank, self.ids_TK, self.ints, units, self.slots_SD)
+                state.work = self._work(bank, num_units)
+                units_done = units_done if at.pos else len(state.work.units)
             state.work.done[:units_done] = b"\1" * units_done
             state.weights_TK = self.weights_TK
             state.experts_x_TD = self.normed_TD if at.pos else None
         if at.op > combine:
             state.next_TD = self.next_TD
+
+    def _work(self, bank: Bank, num_units: int) -> Work:
+        """Return the work of an EXPERTS op that has started."""
+        units = [Unit(*unit) for unit in self.units.view(-1, 3)[:num_units].tolist()]
+        return Work.of(bank, self.ids_TK, self.ints, units, self.slots_SD)

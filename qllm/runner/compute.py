@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from qllm.errors import ModelError
 from qllm.kernels import cpu
@@ -104,13 +104,16 @@ class Compute:
         self.banks = expert_banks(parts, rule, self._native["experts"], expert_weights, activations)
         self.sweep = Sweep(self.drivers, self.banks, parts.shape.experts_per_token)
         """Runner of several ops in one native call."""
+        self.courses = self.sweep.courses
+        """Pool of the places inside ops."""
         self._held = tuple(bank for bank in self.banks if bank is not None)
         # A runner that is dropped, not closed, restores the weights when it is garbage-collected.
         weakref.finalize(self, _leave, self._held).atexit = False
         self._linears = Linears(parts, rule, self._native["linears"], covered, arena)
         read = self._native["head"] and is_read(parts.lm_head)  # rows are bf16 as a result
         norm = native_norm(parts.norm) if read else None
-        self.embed = Embedding(parts, native and parts.like.device.type == "cpu")
+        on_cpu = native and parts.like.device.type == "cpu"
+        self.embed: Callable[[list[int]], Tensor] = Embedding(parts, on_cpu)
         self.head = Head(parts.lm_head, norm or parts.norm, rule, read, arena)
 
     def enter(self) -> None:

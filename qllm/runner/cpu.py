@@ -24,7 +24,7 @@ from qllm.runner.layers.work import Work
 from qllm.runner.protocol import Stop
 from qllm.runner.runner import TorchRunner
 from qllm.runner.sampling.sampler import Unread
-from qllm.runner.sweep import Sizes, Sweep, Swept
+from qllm.runner.sweep import Amounts, Sweep, Swept
 from qllm.scheduler.blocks import BlockTables
 from qllm.scheduler.program import Index, Program
 from qllm.types import Grain
@@ -195,7 +195,7 @@ class CpuBackend:
     ) -> Swept | None:
         if not self.sweep.covers(program.ops[at.op]):
             return None
-        sizes = Sizes(self.costs, self.cuts.expert_block, runner.on_segment is not None)
+        sizes = Amounts(self.costs, self.cuts.expert_block, runner.on_segment is not None)
         return self.sweep.run(frame, program, at, stop, runner.new_step, sizes)
 
     def pace(self) -> None:

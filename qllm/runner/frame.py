@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qllm.errors import InvariantError
 from qllm.kernels.cpu.attention import Begun
-from qllm.kernels.cpu.course import Course
+from qllm.kernels.cpu.course import Inside
 from qllm.models.discover import ModelParts
 from qllm.plan import Row
 from qllm.runner.heads import HeadState
@@ -240,7 +240,7 @@ class Frame:
         self.x_TD: Tensor | None = None
         self.master_TD: Tensor | None = None
         self.layer = LayerState()
-        self.course: Course | None = None
+        self.course: Inside | None = None
         """Place inside an op where the frame is parked. Without a course the op restarts, with the
         same bits."""
         self.carried: Carried | None = None

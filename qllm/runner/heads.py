@@ -75,9 +75,7 @@ class HeadState:
         alone = not self.rest and rule is None
         if alone and head.best(self.x_BD, blocks, self.peaks_G, self.ids_G):
             return
-        start, stop = blocks.at, min(blocks.at + step, blocks.end)
-        blocks.at = stop
-        for block in range(start, stop):
+        for block in head.ready(self.x_BD, blocks, step):
             logits_BV = head(self.x_BD, block)
             if self.rest:
                 rest = logits_BV[list(self.rest)] if self.greedy else logits_BV
@@ -101,6 +99,7 @@ class HeadState:
     def _keep(self, rest_RV: Tensor, first: int, vocab_size: int) -> None:
         """Keep the logits of a block that starts with token `first`."""
         if first == 0:
+            self.blocks = []
             self._logits_RV = rest_RV.new_empty(len(self.rest), vocab_size)
         if self._logits_RV is not None:
             rest_RV = self._logits_RV[:, first : first + rest_RV.shape[1]].copy_(rest_RV)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from qllm.errors import DeviceError, InvariantError, ModelError
-from qllm.kernels.cpu import course
 from qllm.models.discover import ModelParts, discover
 from qllm.models.identity import identity
 from qllm.models.unsafe import refuse_unsafe
@@ -443,11 +442,12 @@ class TorchRunner:
             is_done = self._choose(frame, members, first - num)
             next_at = Index(op + 1, 0) if is_done else Index(op, pos + 1)
             return Swept(next_at, 0, 0, OpKind.HEAD, 0)
-        inside, single = frame.course or course.take(), self.on_segment is not None
+        courses, single = self.backend.compute.courses, self.on_segment is not None
+        inside = frame.course or courses.take()
         blocks = HeadBlocks(at=first, end=num, course=inside.address, single=single)
         let_poll(blocks, stop, program.stop_below, frame.grain)
         head.run(vocabulary, blocks, parts.logit_rule, costs.head_blocks(len(head.x_BD), num))
-        frame.course = course.keep(inside)
+        frame.course = courses.keep(inside)
         next_at = Index(op, head.scores.num_units + blocks.at)
         if blocks.at == num:
             is_done = self._choose(frame, members, 0)

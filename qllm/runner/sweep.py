@@ -10,7 +10,7 @@ kernels/cpu/sweep.cpp.
 import ctypes
 from collections.abc import Sequence
 from ctypes import c_double, c_float, c_int64, c_void_p
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,12 +18,14 @@ from torch import Tensor
 from qllm.errors import InvariantError, ModelError
 from qllm.kernels import cpu
 from qllm.kernels.cpu import course
+from qllm.kernels.cpu.course import Courses
 from qllm.kernels.cpu.norms import Norm
-from qllm.runner.buffers import LayerBuffers, Storage
+from qllm.kernels.cpu.routers import Router
+from qllm.runner.buffers import Buffered, LayerBuffers, Sizes, Storage
 from qllm.runner.cuts import CutCosts
 from qllm.runner.frame import Frame, LayerState, NewStep
 from qllm.runner.layers.attention import Step
-from qllm.runner.layers.deltas import Carried
+from qllm.runner.layers.deltas import Carried, DeltaMixer
 from qllm.runner.layers.drivers import LayerDriver
 from qllm.runner.layers.native import NativeDriver, NativeLayer
 from qllm.runner.layers.native_experts import NativeBank
@@ -33,7 +35,9 @@ from qllm.runner.protocol import Stop
 from qllm.scheduler.program import Index, Op, OpKind, Ops, Program, Stretch
 
 
-class _Layer(ctypes.Structure):
+class LayerStruct(ctypes.Structure):
+    """`Layer` in sweep.h."""
+
     _fields_ = (
         ("attention", c_void_p),
         ("latents", c_void_p),
@@ -50,10 +54,13 @@ class _Layer(ctypes.Structure):
         ("window", c_int64),
         ("expert_bytes", c_int64),
         ("scale", c_float),
+        ("share", c_void_p),
     )
 
 
-class _LayerOp(ctypes.Structure):
+class LayerOpStruct(ctypes.Structure):
+    """`LayerOp` in sweep.h."""
+
     _fields_ = (
         ("kind", c_int64),
         ("lo", c_int64),
@@ -69,7 +76,9 @@ class _LayerOp(ctypes.Structure):
     )
 
 
-class _Sweep(ctypes.Structure):
+class SweepStruct(ctypes.Structure):
+    """`Sweep` in sweep.h."""
+
     _fields_ = (
         ("layers", c_void_p),
         ("parts", c_void_p),
@@ -114,10 +123,16 @@ class _Sweep(ctypes.Structure):
         ("slots_done", c_int64),
         ("expert_bytes", c_int64),
         ("failed", c_int64),
+        ("rank", c_void_p),
+        ("desk", c_void_p),
+        ("heads", c_void_p),
+        ("inner", c_void_p),
+        ("queries", c_void_p),
+        ("rows_from", c_int64),
     )
 
 
-class Sizes(NamedTuple):
+class Amounts(NamedTuple):
     """The amounts of work that a call does at once."""
 
     costs: CutCosts
@@ -156,15 +171,31 @@ class LayerOps(NamedTuple):
     """The ops of one layer in the layout that a call reads."""
 
     ops: tuple[Op, ...]
-    structs: "ctypes.Array[_LayerOp]"
+    structs: "ctypes.Array[LayerOpStruct]"
     steps: list[Step]
     """Inputs of the ATTN ops, which come first."""
+    held: tuple[Tensor, ...] = ()
+    """Memory of `structs`."""
 
     def carry(self, part: int, carried: Carried) -> None:
         """Let an op read and write these states."""
         states, struct = carried.spans, self.structs[part]
         struct.states, struct.round_nums = states.address, states.round_nums
         struct.num_rounds = states.num_rounds
+
+
+class SweptLayer(Buffered, Protocol):
+    """A layer that runs in native calls."""
+
+    @property
+    def deltas(self) -> DeltaMixer | None:
+        """Owner of the layer's states; None if it attends."""
+        ...
+
+    @property
+    def router(self) -> Router | None:
+        """Router; None in a dense layer."""
+        ...
 
 
 class Sweep:
@@ -176,18 +207,23 @@ class Sweep:
         top_k: Experts per token.
     """
 
+    courses: Courses = course
+    """Pool of the places inside ops."""
+
     def __init__(
         self, drivers: Sequence[LayerDriver], banks: Sequence[Bank | None], top_k: int
     ) -> None:
         self._banks = tuple(banks)
         found: list[NativeLayer] = []
         """Layers that run in native calls."""
-        self._layers: list[NativeLayer | None] = []
+        layers: list[NativeLayer | None] = []
         for driver, bank in zip(drivers, banks, strict=True):
             layer = _native_layer(driver, bank, top_k)
             fits = layer is not None and layer.fits(found)
-            self._layers.append(layer if fits else None)
+            layers.append(layer if fits else None)
             found += [layer] if layer is not None and fits else []
+        self._native = layers
+        self._layers: Sequence[SweptLayer | None] = layers
         self._slab = next((layer.slab for layer in found if layer.slab is not None), None)
         """Slab of all layers that attend."""
         self._num_experts = max((bank.num_experts for bank in banks if bank is not None), default=0)
@@ -200,12 +236,12 @@ class Sweep:
 
     def enter(self) -> None:
         """Read the addresses of the weights. The experts' weights must be packed."""
-        self._structs = (_Layer * len(self._layers))()
-        for i, (layer, bank) in enumerate(zip(self._layers, self._banks, strict=True)):
+        self._structs = (LayerStruct * len(self._native))()
+        for i, (layer, bank) in enumerate(zip(self._native, self._banks, strict=True)):
             if layer is None:
                 continue
             experts = bank if isinstance(bank, NativeBank) else None
-            self._structs[i] = _Layer(
+            self._structs[i] = LayerStruct(
                 **{layer.mixes: layer.mixer.address},
                 first_norm=_address(layer.first_norm),
                 into=None if layer.into is None else layer.into.address,
@@ -242,7 +278,7 @@ class Sweep:
         at: Index,
         stop: Stop,
         new_step: NewStep,
-        sizes: Sizes,
+        sizes: Amounts,
     ) -> Swept:
         """Run ops from `at` on, at least one task of an op.
 
@@ -275,8 +311,8 @@ class Sweep:
         _check_units(work, ahead.ops[part], units_done)
         space = self._space(frame, layer, x, sizes.unit_rows, part > 0)
         carried = self._carried(frame, layer, ahead, part)
-        inside = frame.course or course.take()
-        s = _Sweep(
+        inside = frame.course or self.courses.take()
+        s = SweepStruct(
             **space.places,
             layers=ctypes.addressof(self._structs),
             parts=ctypes.addressof(ahead.structs),
@@ -298,11 +334,11 @@ class Sweep:
             num_units=0 if work is None else len(work.units),
         )
         let_poll(s, stop, program.stop_below, program.grain)
-        cpu.native.sweep(ctypes.addressof(s))
+        self._call(s)
         if s.failed:
             raise ModelError(f"the router of layer {s.layer} gave an id that is no expert's")
         tasks_done = inside.done
-        frame.course = course.keep(inside)
+        frame.course = self.courses.keep(inside)
         if carried is not None and (s.num_layers or s.part > part):
             carried.put()
             carried = None
@@ -312,6 +348,10 @@ class Sweep:
         index = Index(first + (s.layer - stretch.start) * num + s.part, pos)
         longest = OpKind(s.longest_kind)
         return Swept(index, s.call_ns, s.longest_ns, longest, s.expert_bytes)
+
+    def _call(self, s: SweepStruct) -> None:
+        """Run the native call."""
+        cpu.native.sweep(ctypes.addressof(s))
 
     def _input(self, frame: Frame, group: int, layer: int) -> Tensor:
         """Return the input of a layer. Later layers overwrite the tensor."""
@@ -353,9 +393,29 @@ class Sweep:
         key = stretch.group, native.router is None
         found: LayerOps | None = frame.ahead.get(key)
         if found is None:
-            found = _ahead(frame, stretch.in_layer(layer), self._slab, x_TD, new_step)
+            found = self._prepared(frame, stretch.in_layer(layer), x_TD, new_step)
             frame.ahead[key] = found
         return found
+
+    def _prepared(
+        self, frame: Frame, ops: tuple[Op, ...], x_TD: Tensor, new_step: NewStep
+    ) -> LayerOps:
+        """Return the ops of one layer in the layout that a call reads."""
+        structs, steps = (LayerOpStruct * len(ops))(), []
+        for i, (kind, _, group, lo, hi) in enumerate(ops):
+            structs[i] = LayerOpStruct(kind=kind, lo=lo, hi=hi)
+            if kind is not OpKind.ATTN:
+                continue
+            step = frame.step_of(group, lo, hi, new_step)
+            steps.append(step)
+            part = structs[i]
+            part.num_spans, part.whole = len(step.spans), step.num_attended == step.num_tokens
+            if self._slab is None:
+                continue
+            part.spans = step.addresses(self._slab, x_TD).address
+            tables = frame.rope.addresses(group, lo, hi, frame.tokens(group))
+            part.cos, part.sin = tables[0], tables[-1]
+        return LayerOps(ops, structs, steps)
 
     def _space(
         self, frame: Frame, layer: int, x_TD: Tensor, unit_rows: int, inside: bool
@@ -372,15 +432,25 @@ class Sweep:
         num_slots = x_TD.shape[0] * native.top_k
         width = x_TD.shape[1] if bank is None else bank.out_width
         num_units = min(num_slots, self._num_experts + num_slots // unit_rows)
-        storage = Storage() if spare is None else spare.storage
-        space = LayerBuffers(x_TD, native, width, num_units, storage)
+        storage = None if spare is None else spare.storage
+        space = self._buffers(x_TD, native, Sizes(width, num_units, unit_rows), storage)
         if inside:
             space.load_from(state)
             frame.layer = LayerState()
         return space
 
+    def _buffers(
+        self,
+        x_TD: Tensor,
+        layer: Buffered,
+        sizes: Sizes,
+        storage: Storage | None,
+    ) -> LayerBuffers:
+        """Return buffers in this storage, or in new memory."""
+        return LayerBuffers(x_TD, layer, sizes, storage or Storage())
+
     def _leave(
-        self, frame: Frame, s: _Sweep, space: LayerBuffers, x_TD: Tensor, ahead: LayerOps
+        self, frame: Frame, s: SweepStruct, space: LayerBuffers, x_TD: Tensor, ahead: LayerOps
     ) -> None:
         """Bring the frame into the state that the same ops leave when they run one by one."""
         frame.slots_done += s.slots_done
@@ -423,30 +493,6 @@ def _stretch_of(ops: Sequence[Op], index: int) -> tuple[Stretch, int]:
         end += 1
     parts = tuple((op.kind, ((op.lo, op.hi),)) for op in ops[first:end])
     return Stretch(same[0], same[0] + 1, same[1], parts), first
-
-
-def _ahead(
-    frame: Frame,
-    ops: tuple[Op, ...],
-    slab: tuple[int, int, int] | None,
-    x_TD: Tensor,
-    new_step: NewStep,
-) -> LayerOps:
-    structs, steps = (_LayerOp * len(ops))(), []
-    for i, (kind, _, group, lo, hi) in enumerate(ops):
-        structs[i] = _LayerOp(kind=kind, lo=lo, hi=hi)
-        if kind is not OpKind.ATTN:
-            continue
-        step = frame.step_of(group, lo, hi, new_step)
-        steps.append(step)
-        part = structs[i]
-        part.num_spans, part.whole = len(step.spans), step.num_attended == step.num_tokens
-        if slab is None:
-            continue
-        part.spans = step.addresses(slab, x_TD).address
-        tables = frame.rope.addresses(group, lo, hi, frame.tokens(group))
-        part.cos, part.sin = tables[0], tables[-1]
-    return LayerOps(ops, structs, steps)
 
 
 def _address(norm: Norm | None) -> int | None:

@@ -1,129 +1,172 @@
-"""Ranks as threads of one process, and the tensors that they gather.
+"""The processes of the ranks, and calls that all of them make.
 
-A gather joins the parts of all ranks in the order of the ranks. Nothing is summed.
+Rank 0 is the process of the runner. The other ranks are forked from it, with the model in memory.
+They compute in native code only (kernels/cpu/group.cpp): each waits for a call in shared memory,
+makes it with its own weights, and waits for the next.
 """
 
-import threading
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+import ctypes
+import multiprocessing
+import os
+import traceback
+import weakref
+from collections.abc import Callable
+from ctypes import c_int64
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from qllm.errors import DeviceError
+from qllm.errors import DeviceError, InvariantError
+from qllm.kernels import cpu
+from qllm.sharded.memory import SharedMemory
+from qllm.sharded.rank import RankWeights, SplitModel
 
-T = TypeVar("T")
-
-DEADLINE_S = 60.0
+DEADLINE_S = 30.0
 """Seconds that a rank waits for the others."""
+END_S = 5.0
+"""Seconds in which a rank must end by itself."""
+GROUP_BYTES = 1 << 14
+"""Bytes that hold a `Group` of group.h."""
+SWEEP, HEAD, EMBED, END = 1, 2, 3, 4
+"""Kinds of calls: `CallKind` in group.h."""
+FAILURES = {
+    1: "a rank did not come within {deadline:g} s",
+    2: "the process of a rank has ended",
+}
+"""Texts for `Failure` of group.h."""
+APART = 3
+"""The failure of ranks that stopped in different ops."""
 
 
-class Member:
-    """One rank in its group.
+class GroupStruct(ctypes.Structure):
+    """`GroupHead` in group.h, the first part of a group."""
 
-    Args:
-        group: Group of the rank.
-        rank: Number of the rank.
-    """
+    _fields_ = (
+        ("size", c_int64),
+        ("deadline_ns", c_int64),
+        ("failure", c_int64),
+        ("num_gathers", c_int64),
+    )
 
-    def __init__(self, group: "Group", rank: int) -> None:
-        self._group, self.rank, self.size = group, rank, group.size
 
-    def gather(self, part: Any, join: Callable[[Sequence[Any]], T]) -> T:
-        """Return the parts of all ranks, joined. All ranks call this method in the same order.
-
-        Args:
-            part: This rank's part. Nothing may change it during the call.
-            join: Function of the parts in the order of the ranks. Its result shares no memory with
-                them.
-        """
-        return self._group.gather(self.rank, part, join)
+class _Process(NamedTuple):
+    process: ForkProcess
+    reports: Connection
 
 
 class Group:
-    """Some ranks that wait for each other.
+    """Rank 0 of a split model, and the processes of the other ranks.
 
     Args:
-        size: Number of ranks.
+        split: Model and its split.
+        memory: Memory that all ranks share.
+        threads: Kernel threads of each rank.
         deadline_s: Seconds that a rank waits for the others before all ranks fail.
+
+    Raises:
+        DeviceError: A rank did not start.
+        ModelError: A layer cannot be split with the bits of one rank.
     """
 
-    def __init__(self, size: int, deadline_s: float = DEADLINE_S) -> None:
-        self.size, self._deadline_s = size, deadline_s
-        self._barrier = threading.Barrier(size)
-        self._parts: list[Any] = [None] * size
-        self._failed: list[BaseException] = []
-        """Errors of ranks, the first one first."""
+    def __init__(
+        self,
+        split: SplitModel,
+        memory: SharedMemory,
+        threads: int = 1,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        self.size = len(split.plan.ranks)
+        self._deadline_s = deadline_s
+        self._shared = memory.empty((GROUP_BYTES,), torch.uint8).zero_()
+        self._pids = memory.empty((self.size,), torch.int64)
+        self._pids[0] = os.getpid()
+        address = self._shared.data_ptr()
+        self._struct = GroupStruct.from_address(address)
+        self._struct.size, self._struct.deadline_ns = self.size, int(deadline_s * 1e9)
 
-    def gather(self, rank: int, part: Any, join: Callable[[Sequence[Any]], T]) -> T:
-        """Return the parts of all ranks, joined: see `Member.gather`."""
-        self._parts[rank] = part
-        self._wait(rank)
-        joined = join(tuple(self._parts))
-        self._wait(rank)  # no rank replaces its part before all have read it
-        return joined
+        def serve(rank: int, reports: Connection) -> None:
+            try:
+                torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
+                cpu.set_threads(threads)
+                own = RankWeights(split, rank)
+                own.struct.group, own.struct.processes = address, self._pids.data_ptr()
+            except Exception:  # noqa: BLE001 - rank 0 raises it
+                reports.send(traceback.format_exc())
+                return
+            reports.send(None)
+            cpu.native.serve(own.address)
 
-    def _wait(self, rank: int) -> None:
-        try:
-            self._barrier.wait(self._deadline_s)
-        except threading.BrokenBarrierError as error:
-            why = f"not all came within {self._deadline_s:g} s"
-            if self._failed:
-                why = f"one of them failed with {type(self._failed[0]).__name__}"
-            raise DeviceError(
-                f"rank {rank} of {self.size} waited for the others, and {why}; "
-                "start all ranks again"
-            ) from error
+        self._processes = [_start(serve, rank) for rank in range(1, self.size)]
+        self._end = weakref.finalize(self, _end, self._processes)
+        for rank, (process, _) in enumerate(self._processes, 1):
+            self._pids[rank] = process.pid or 0
+        self.own = RankWeights(split, 0)
+        """Weights of rank 0."""
+        self.own.struct.group, self.own.struct.processes = address, self._pids.data_ptr()
+        self._free = weakref.finalize(self, cpu.native.free_desks, self.own.address)
+        self._free.atexit = False
+        for rank, (_, reports) in enumerate(self._processes, 1):
+            _await_start(rank, reports)
 
-    def run(self, work: Callable[[Member], T]) -> list[T]:
-        """Run `work` in a thread per rank, and return the results in the order of the ranks.
+    @property
+    def num_gathers(self) -> int:
+        """Number of times at which all ranks waited for each other."""
+        return int(self._struct.num_gathers)
+
+    @property
+    def processes(self) -> list[int]:
+        """Process ids of the ranks, in the order of their numbers."""
+        return [int(pid) for pid in self._pids]
+
+    def call(self, kind: int, what: int) -> None:
+        """Make a call on all ranks. `what` is the address of its arguments in shared memory.
 
         Raises:
-            Exception: The error of the first rank that raised. The other ranks stop waiting.
+            DeviceError: A rank is missing. All further calls raise this error, too.
+            InvariantError: Ranks stopped in different ops (I11).
         """
-        results: list[Any] = [None] * self.size
+        cpu.native.call_ranks(self.own.address, kind, what)
+        if not self._struct.failure:
+            return
+        if self._struct.failure == APART:
+            raise InvariantError("ranks stopped in different ops (I11)")
+        why = FAILURES[self._struct.failure].format(deadline=self._deadline_s)
+        raise DeviceError(f"{why}: {self.size} ranks of one model end together; start them again")
 
-        def one(rank: int) -> None:
-            try:
-                results[rank] = work(Member(self, rank))
-            except BaseException as error:  # noqa: BLE001 - the caller's thread raises it
-                self._failed.append(error)
-                self._barrier.abort()
-
-        ranks = range(self.size)
-        threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in ranks]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if self._failed:
-            raise self._failed[0]
-        return results
+    def close(self) -> None:
+        """End the other ranks. A rank that does not end by itself is killed."""
+        if self._end.alive and not self._struct.failure:
+            cpu.native.call_ranks(self.own.address, END, 0)
+            for process, _ in self._processes:
+                process.join(END_S)
+        self._end()
 
 
-class Form:
-    """The rows that a rank owns between the products of a layer.
-
-    With whole rows, every rank has all rows. With split rows, each rank has a range of them.
-    """
-
-    def __init__(self, member: Member, num_rows: int, split: bool) -> None:
-        self.member, self.split = member, split
-        self.own = range(num_rows)
-        if split:
-            size, rank = member.size, member.rank
-            self.own = range(num_rows * rank // size, num_rows * (rank + 1) // size)
-
-    def all_columns(self, part_TC: Tensor) -> Tensor:
-        """Return all columns of the own rows, from some columns of all rows on each rank."""
-        rows = slice(self.own.start, self.own.stop)
-        return self.member.gather(part_TC, lambda parts: torch.cat([p[rows] for p in parts], 1))
-
-    def all_rows(self, own_TC: Tensor) -> Tensor:
-        """Return all rows, from the own rows of each rank."""
-        return joined(self.member, own_TC, 0) if self.split else own_TC
+def _start(serve: Callable[[int, Connection], None], rank: int) -> _Process:
+    context = multiprocessing.get_context("fork")
+    reports, others = context.Pipe(duplex=False)
+    process = context.Process(
+        target=serve, args=(rank, others), name=f"qllm-rank-{rank}", daemon=True
+    )
+    process.start()
+    others.close()
+    return _Process(process, reports)
 
 
-def joined(member: Member, part: Tensor, dim: int) -> Tensor:
-    """Return the tensors of all ranks, one after the other along a dimension."""
-    return member.gather(part, lambda parts: torch.cat(list(parts), dim))
+def _await_start(rank: int, reports: Connection) -> None:
+    try:
+        error = reports.recv()
+    except EOFError:
+        error = "its process has ended"
+    if error is not None:
+        raise DeviceError(f"rank {rank} did not start: {error}")
+
+
+def _end(processes: list[_Process]) -> None:
+    for process, reports in processes:
+        reports.close()
+        process.kill()
+        process.join()
+        process.close()

@@ -11,6 +11,8 @@ from qllm.kernels import cpu
 from qllm.kernels.cpu import attention, course, deltas, experts, norms, quantised, routers, sampling
 from qllm.runner import sweep
 from qllm.runner.layers import linears
+from qllm.sharded import group, head, layer, rank
+from qllm.sharded import sweep as ranks_sweep
 
 FOLDER = Path(cpu.__file__).resolve().parent
 STRUCTS: dict[str, type[ctypes.Structure]] = {
@@ -28,10 +30,17 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "Mlp": experts._Mlp,
     "SampleRow": sampling.SampleStruct,
     "Place": course.PlaceStruct,
-    "Layer": sweep._Layer,
-    "LayerOp": sweep._LayerOp,
-    "Sweep": sweep._Sweep,
+    "Layer": sweep.LayerStruct,
+    "LayerOp": sweep.LayerOpStruct,
+    "Sweep": sweep.SweepStruct,
     "HeadBlocks": linears.HeadBlocks,
+    "Share": layer.ShareStruct,
+    "Piece": rank.PieceStruct,
+    "Rank": rank.RankStruct,
+    "GroupHead": group.GroupStruct,
+    "SweepCall": ranks_sweep.SweepCall,
+    "HeadCall": head.HeadCall,
+    "EmbedCall": head.EmbedCall,
 }
 INTEGERS = {"Span": 6, "Unit": 3, "DeltaSpan": deltas.SPAN_BYTES // 8}
 """Structs that are arrays of so many 64-bit integers in Python."""
@@ -61,7 +70,7 @@ def assertions(name: str, struct: type[ctypes.Structure]) -> list[str]:
 def compiled(lines: list[str], folder: Path) -> str:
     """What the compiler has against these assertions; nothing if they hold."""
     source = folder / "structs.cpp"
-    head = ["#include <stddef.h>", "#include <type_traits>", '#include "sweep.h"']
+    head = ["#include <stddef.h>", "#include <type_traits>", '#include "ranks.h"']
     body = [f'static_assert({line}, "{line}");' for line in lines]
     source.write_text("\n".join([*head, "using namespace qllm;", *body, ""]))
     command = ["g++", "-std=c++17", "-fsyntax-only", "-Wno-invalid-offsetof", f"-I{FOLDER}"]

@@ -122,7 +122,7 @@ def runner_of(**settings: Any) -> TorchRunner:
         hidden_size=WIDTH,
         intermediate_size=48,
         num_hidden_layers=1,
-        num_attention_heads=1,
+        num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=32,
         num_local_experts=4,

@@ -1,131 +1,219 @@
-"""Threads of a group: gathers in the order of ranks, errors, deadlines, and forms of rows."""
+"""Processes of a group: gathers, stops, deadlines, and ranks that end, hang or do not start."""
 
-import threading
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import random
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
+from multiprocessing.context import ForkProcess
+from typing import Any
 
 import pytest
 import torch
 
-from qllm.errors import DeviceError
-from qllm.sharded.group import Form, Group, Member, joined
+from qllm.errors import ConfigError, DeviceError
+from qllm.kernels import cpu
+from qllm.runner.runner import TorchRunner
+from qllm.scheduler.program import START
+from qllm.sharded import group as group_module
+from qllm.sharded.group import GROUP_BYTES, GroupStruct
+from qllm.sharded.memory import SharedMemory
+from qllm.sharded.rank import RankStruct
+from qllm.sharded.runner import sharded_runner
+from tests.support.sharded import wide_model
+from tests.support.stops import add_prompts, run_in_pieces, whole_program
+from tests.support.sweeps import Asked, Watched
+from tests.support.waiting import wait_for
+
+assert cpu.MISSING is None, cpu.MISSING
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_parts_are_gathered_in_the_order_of_the_ranks() -> None:
-    def work(member: Member) -> list[int]:
-        found: list[int] = []
-        for turn in range(50):
-            if (member.rank + turn) % 3 == 0:
-                time.sleep(0.0005)
-            found += member.gather(10 * turn + member.rank, list)
-        return found
+class Meeting:
+    """Some ranks without weights, which meet in shared memory."""
 
-    expected = [10 * turn + rank for turn in range(50) for rank in range(3)]
-    assert Group(3).run(work) == [expected] * 3
+    def __init__(self, size: int, deadline_s: float) -> None:
+        self.memory = SharedMemory()
+        self.shared = self.memory.empty((GROUP_BYTES,), torch.uint8).zero_()
+        self.group = GroupStruct.from_address(self.shared.data_ptr())
+        self.group.size, self.group.deadline_ns = size, int(deadline_s * 1e9)
+        self.seen = self.memory.empty((size,), torch.int64).zero_()
+        self.pids = self.memory.empty((size,), torch.int64)
+        self.pids[:] = os.getpid()
+        self.ranks = [
+            RankStruct(group=self.shared.data_ptr(), rank=i, processes=self.pids.data_ptr())
+            for i in range(size)
+        ]
+
+    def meet(self, rank: int, num_times: int) -> bool:
+        """Meet so often; return True if all ranks had met as often as this one at each time."""
+        address, seen, is_right = ctypes.addressof(self.ranks[rank]), self.seen, True
+        for turn in range(1, num_times + 1):
+            seen[rank] = turn
+            cpu.native.meet(address)
+            is_right &= bool((seen >= turn).all())
+        return is_right
+
+    def fork(self, rank: int, num_times: int) -> ForkProcess:
+        def run() -> None:
+            os._exit(0 if self.meet(rank, num_times) else 1)
+
+        process = multiprocessing.get_context("fork").Process(target=run, daemon=True)
+        process.start()
+        return process
 
 
-def test_a_part_is_read_by_all_before_its_rank_continues() -> None:
-    """Each rank overwrites its part at once; one rank reads slowly."""
+@pytest.mark.parametrize("num_times", [2_000, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2, 3])
+def test_no_rank_leaves_a_gather_before_all_have_come(size: int, num_times: int) -> None:
+    """Ranks are stopped and continued at random."""
+    meeting, rng = Meeting(size, 60), random.Random(size)
+    others = [meeting.fork(rank, num_times) for rank in range(1, size)]
+    stopper = multiprocessing.get_context("fork").Process(
+        target=stop_at_random, args=([p.pid for p in others], rng), daemon=True
+    )
+    stopper.start()
+    assert meeting.meet(0, num_times)
+    stopper.kill()
+    for process in others:
+        os.kill(process.pid or 0, signal.SIGCONT)
+        process.join(60)
+        assert process.exitcode == 0
 
-    def work(member: Member) -> list[float]:
-        part = torch.full((1, 1), float(member.rank))
 
-        def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-            if member.rank == 1:
-                time.sleep(0.02)
-            return torch.cat(list(parts))
-
-        found: list[float] = member.gather(part, join).flatten().tolist()
-        part.fill_(-1.0)
-        return found
-
-    assert Group(3).run(work) == [[0.0, 1.0, 2.0]] * 3
+def stop_at_random(pids: list[int], rng: random.Random) -> None:
+    while True:
+        pid = rng.choice(pids)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(rng.random() * 0.01)
+            os.kill(pid, signal.SIGCONT)
+        time.sleep(rng.random() * 0.01)
 
 
-def test_the_error_of_a_rank_ends_the_others_and_is_raised() -> None:
-    """The deadline is an hour, so it ends no rank here."""
-    ended: list[str] = []
-    raised: list[BaseException] = []
+# -- runners
 
-    def work(member: Member) -> None:
-        if member.rank == 1:
-            raise ZeroDivisionError("rank 1")
-        try:
-            member.gather(0, list)
-        except DeviceError as error:
-            ended.append(str(error))
-            raise
+
+@pytest.fixture
+def runner() -> Iterator[TorchRunner]:
+    made = sharded_runner(wide_model("qwen3_moe"), 2, max_segment_ms=float("inf"), deadline_s=2)
+    add_prompts(made, (21, 5))
+    yield made
+    made.close()
+
+
+def group_of(runner: TorchRunner) -> Any:
+    backend: Any = runner.backend
+    return backend.group
+
+
+def gathers_of(runner: TorchRunner, num_tasks: int | None) -> int:
+    """Return the number of gathers of a step, in pieces or whole."""
+    before = group_of(runner).num_gathers
+    program = whole_program(runner)
+    if num_tasks is None:
+        assert runner.run(program, START, Watched()) == program.end
+    else:
+        assert len(run_in_pieces(runner, program, num_tasks)) > 10
+    runner.finish(program)
+    return int(group_of(runner).num_gathers) - before
+
+
+def test_a_stop_takes_no_gather_of_its_own(runner: TorchRunner) -> None:
+    """Each decode step has as many gathers as the other, whatever it is cut into."""
+    gathers_of(runner, None)
+    whole = gathers_of(runner, None)
+    assert whole > 0
+    assert [gathers_of(runner, num_tasks) for num_tasks in (1, 2, 7)] == [whole] * 3
+
+
+def test_all_ranks_stop_in_the_same_op(
+    runner: TorchRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The native call compares the ops of ranks after each stop (I11). Here it finds others."""
+    program = whole_program(runner)
+    at = runner.run(program, START, Asked(40))
+    assert at != program.end
+    real = group_module.cpu.native.call_ranks
+
+    def apart(rank: int, kind: int, what: int) -> None:
+        real(rank, kind, what)
+        group_of(runner)._struct.failure = group_module.APART
+
+    monkeypatch.setattr(group_module.cpu.native, "call_ranks", apart)
+    with pytest.raises(Exception, match=r"ranks stopped in different ops \(I11\)"):
+        runner.run(program, at, Watched())
+
+
+@pytest.mark.parametrize("num_tasks", [0, 1, 30, 60])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_ends_or_hangs_is_an_error_of_all(
+    runner: TorchRunner, how: int, num_tasks: int
+) -> None:
+    program, at = whole_program(runner), START
+    if num_tasks:
+        at = runner.run(program, at, Asked(num_tasks))
+    _, pid = group_of(runner).processes
+    os.kill(pid, how)
+    why = {signal.SIGKILL: "process of a rank has ended", signal.SIGSTOP: "did not come within 2 s"}
+    for _ in range(2):  # there is no way back
+        with pytest.raises(DeviceError, match=why[signal.Signals(how)]) as error:
+            runner.run(program, at, Watched())
+    assert runner.fault(error.value) is error.value
+    runner.close()
+    assert not is_alive(pid)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_ranks_end_with_their_runner() -> None:
+    runner = sharded_runner(wide_model("mixtral"), 3)
+    pids = group_of(runner).processes[1:]
+    assert all(map(is_alive, pids))
+    runner.close()
+    runner.close()
+    assert not any(map(is_alive, pids))
+
+
+def test_ranks_end_with_the_process_of_rank_0() -> None:
+    receiver, sender = multiprocessing.Pipe(duplex=False)
 
     def run() -> None:
-        try:
-            Group(3, deadline_s=3600).run(work)
-        except ZeroDivisionError as error:
-            raised.append(error)
+        sender.send(group_of(sharded_runner(wide_model("mixtral"), 2)).processes)
+        time.sleep(60)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(30)
-    assert [str(error) for error in raised] == ["rank 1"]
-    assert len(ended) == 2
-    assert all("of 3 waited for the others, and one of them failed with Zero" in x for x in ended)
-
-
-def test_a_rank_that_does_not_come_ends_the_others_at_the_deadline(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    leave, deadlines, wait = threading.Event(), [], threading.Barrier.wait
-
-    def recorded(self: threading.Barrier, timeout: float | None = None) -> int:
-        deadlines.append(timeout)
-        return wait(self, timeout)
-
-    def work(member: Member) -> None:
-        if member.rank == 0:
-            leave.wait(30)
-            return
-        try:
-            member.gather(0, list)
-        finally:
-            leave.set()
-
-    monkeypatch.setattr(threading.Barrier, "wait", recorded)
-    with pytest.raises(DeviceError, match=r"not all came within 0\.05 s; start all ranks again"):
-        Group(2, deadline_s=0.05).run(work)
-    assert deadlines == [0.05]
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    _, pid = receiver.recv()
+    assert is_alive(pid)
+    process.kill()
+    process.join()
+    wait_for(lambda: not is_alive(pid))
 
 
-@pytest.mark.parametrize("num", [3, 4, 7, 64, 100])
-def test_split_rows_are_owned_once_and_put_together_again(num: int) -> None:
-    whole = torch.arange(num * 6).view(num, 6)
+def test_a_rank_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = group_module.RankWeights
 
-    def work(member: Member) -> tuple[range, torch.Tensor, torch.Tensor]:
-        form = Form(member, num, split=True)
-        part = whole[:, 2 * member.rank : 2 * member.rank + 2]
-        own = form.all_columns(part)
-        return form.own, own, form.all_rows(own)
+    def broken(split: Any, rank: int) -> Any:
+        if rank:
+            raise MemoryError("no room for weights")
+        return real(split, rank)
 
-    found = Group(3).run(work)
-    assert [i for own, _, _ in found for i in own] == list(range(num))
-    for own, rows, again in found:
-        assert len(own) >= 1
-        assert torch.equal(rows, whole[own.start : own.stop])
-        assert torch.equal(again, whole)
+    monkeypatch.setattr(group_module, "RankWeights", broken)
+    with pytest.raises(DeviceError, match=r"(?s)rank 1 did not start: .*no room for weights"):
+        sharded_runner(wide_model("mixtral"), 2)
 
 
-def test_whole_rows_are_gathered_by_columns_alone() -> None:
-    whole = torch.arange(30).view(5, 6)
-
-    def work(member: Member) -> bool:
-        form = Form(member, 5, split=False)
-        own = form.all_columns(whole[:, 3 * member.rank : 3 * member.rank + 3])
-        return form.own == range(5) and torch.equal(own, whole) and form.all_rows(own) is own
-
-    assert Group(2).run(work) == [True, True]
-
-
-def test_tensors_are_joined_along_a_dimension() -> None:
-    def work(member: Member) -> list[list[int]]:
-        found: list[list[int]] = joined(member, torch.full((1, 2), member.rank), 1).tolist()
-        return found
-
-    assert Group(2).run(work) == [[[0, 0, 1, 1]]] * 2
+@pytest.mark.parametrize("deadline_s", [0, -1.0, float("nan")])
+def test_a_deadline_that_is_no_time_is_refused(deadline_s: float) -> None:
+    with pytest.raises(ConfigError, match=r"deadline_s=.* is no time; use a number above 0"):
+        sharded_runner(wide_model("mixtral"), 2, deadline_s=deadline_s)

@@ -1,7 +1,7 @@
-"""Ranks as threads: KV, logits and tokens have the bits of the whole model."""
+"""A model on several ranks: KV, logits and tokens have the bits of the whole model."""
 
+import copy
 import math
-import threading
 from collections import Counter
 from functools import cache
 from typing import Any
@@ -10,49 +10,45 @@ import pytest
 import torch
 from torch import Tensor
 
-from qllm.errors import ConfigError, InvariantError, ModelError
+from qllm.errors import ConfigError, ModelError
 from qllm.kernels import cpu
 from qllm.kernels.cpu.experts import Experts
 from qllm.kernels.quantised import Quantised
 from qllm.models.weights.formats.rounding import int4
+from qllm.runner.cpu import cpu_runner
 from qllm.runner.layers.native_experts import NativeBank
 from qllm.runner.layers.native_parts import Projection
-from qllm.sharded.group import Form, Group, Member
-from qllm.sharded.layer import RankLayer, refuse_lost_rounding
-from qllm.sharded.rank import Best, Rank, SplitModel, best_of, split_model
+from qllm.runner.runner import TorchRunner
+from qllm.scheduler.program import START, OpKind
+from qllm.sharded.head import is_better
+from qllm.sharded.layer import refuse_lost_rounding
+from qllm.sharded.rank import RankWeights, SplitModel, split_model
+from qllm.sharded.runner import sharded_runner
 from tests.support.hybrids import make_hybrid
 from tests.support.sharded import (
     SPLIT,
     WEIGHTS,
     Served,
     model_with,
-    serve,
+    served,
     served_whole,
     settings_of,
     wide_model,
 )
+from tests.support.stops import add_prompts, assert_same_answers, whole_program
+from tests.support.sweeps import GREEDY, Asked, Watched, kv_of
 
 assert cpu.MISSING is None, cpu.MISSING
 pytestmark = pytest.mark.usefixtures("one_thread")
 NEVER = 1 << 30
-"""More tokens than any step has."""
+"""More rows than any op has."""
 
 whole = cache(served_whole)
 
 
-@cache
-def split_of(name: str, weights: str, tp: int) -> SplitModel:
-    return split_model(model_with(name, weights), tp, **settings_of(weights))
-
-
-def served_by_ranks(split: SplitModel, rows_from: int) -> list[Served]:
-    """Return the results of every rank."""
-
-    def work(member: Member) -> Served:
-        rank = Rank(split, member, rows_from)
-        return serve(rank, split.parts.shape.num_layers)
-
-    return Group(len(split.plan.ranks)).run(work)
+def served_by_ranks(name: str, weights: str, tp: int, rows_from: int = 16) -> Served:
+    model = model_with(name, weights)
+    return served(sharded_runner(model, tp, rows_from=rows_from, **settings_of(weights)))
 
 
 def is_same(one: Tensor, other: Tensor) -> bool:
@@ -62,90 +58,102 @@ def is_same(one: Tensor, other: Tensor) -> bool:
     )
 
 
-def assert_same(found: list[Served], expected: Served, split: SplitModel) -> None:
-    for served, plan in zip(found, split.plan.ranks, strict=True):
-        assert served.tokens == expected.tokens
-        assert len(served.logits) == len(expected.logits) > 0
-        assert all(map(is_same, served.logits, expected.logits)), "logits differ"
-        for request, layers in expected.kv.items():
-            for i, (own, other) in enumerate(zip(served.kv[request], layers, strict=True)):
-                heads = plan.layers[i].kv_heads
-                for x, y in zip(own, other, strict=True):
-                    assert is_same(x, y[:, heads.start : heads.stop]), f"KV of layer {i} differs"
+def assert_same(found: Served, expected: Served) -> None:
+    assert found.tokens == expected.tokens
+    assert len(found.logits) == len(expected.logits) > 0
+    assert all(map(is_same, found.logits, expected.logits)), "logits differ"
+    for request, layers in expected.kv.items():
+        for i, (own, other) in enumerate(zip(found.kv[request], layers, strict=True)):
+            assert all(map(is_same, own, other)), f"KV of layer {i} differs"
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", SPLIT)
 def test_ranks_have_the_bits_of_the_whole_model(name: str, tp: int, weights: str) -> None:
-    """Whole rows in all steps, split rows where ranks get one, and both."""
-    split, expected = split_of(name, weights, tp), whole(name, weights)
+    """Output projections are split by columns in all ops, by rows in all that can, and both."""
+    expected = whole(name, weights)
     for rows_from in (NEVER, 1, 10):
-        assert_same(served_by_ranks(split, rows_from), expected, split)
+        assert_same(served_by_ranks(name, weights, tp, rows_from), expected)
 
 
 STEP_SIZES = (17, 28, 7, 3)
 """Tokens of the steps that are served."""
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("tp", [3, 4])
 @pytest.mark.parametrize("rows_from", [1, *sorted({n + i for n in STEP_SIZES for i in (0, 1)})])
-def test_every_threshold_gives_the_same_bits(
-    rows_from: int, tp: int, monkeypatch: pytest.MonkeyPatch
+def test_every_threshold_gives_the_same_bits(rows_from: int, tp: int) -> None:
+    """An op with fewer rows than ranks is split by columns."""
+    assert_same(served_by_ranks("qwen2_moe", "bf16", tp, rows_from), whole("qwen2_moe", "bf16"))
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize(("tp", "num_tasks"), [(2, 1), (3, 1), (4, 2), (2, 13)])
+@pytest.mark.parametrize("name", SPLIT)
+def test_ranks_stop_at_every_task_and_go_on(
+    name: str, tp: int, num_tasks: int, weights: str
 ) -> None:
-    """A step with fewer tokens than ranks has whole rows."""
-    split, expected = split_of("qwen2_moe", "bf16", tp), whole("qwen2_moe", "bf16")
-    forms: list[tuple[int, bool]] = []
-    call = RankLayer.__call__
-
-    def recorded(self: RankLayer, x: Tensor, rope: Any, step: Any, form: Form) -> Tensor:
-        forms.append((len(x), form.split))
-        return call(self, x, rope, step, form)
-
-    monkeypatch.setattr(RankLayer, "__call__", recorded)
-    assert_same(served_by_ranks(split, rows_from), expected, split)
-    assert set(forms) == {(num, num >= max(tp, rows_from)) for num in STEP_SIZES}
-
-
-def test_a_split_by_inputs_fails_the_same_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The usual tensor parallelism: a rank multiplies its heads, and the products are added."""
-
-    def added(self: RankLayer, part: Tensor, form: Form) -> Tensor:
-        member = form.member
-        sizes = member.gather(part.shape[1], list)
-        before = sum(sizes[: member.rank])
-        padded = part.new_zeros((len(part), sum(sizes)))
-        padded[:, before : before + part.shape[1]] = part
-        own = self._out.linear(padded).float()
-        return member.gather(own, lambda parts: sum(parts[1:], parts[0]).bfloat16())
-
-    monkeypatch.setattr(RankLayer, "_project", added)
-    split, expected = split_of("mixtral", "bf16", 2), whole("mixtral", "bf16")
-    with pytest.raises(AssertionError):
-        assert_same(served_by_ranks(split, NEVER), expected, split)
-    alone = split_of("mixtral", "bf16", 1)
-    assert_same(served_by_ranks(alone, NEVER), expected, alone)
+    """Other requests run at some of the stops. The frame and KV are those of the whole model."""
+    expected = cpu_runner(
+        model_with(name, weights), max_segment_ms=math.inf, **settings_of(weights)
+    )
+    found = sharded_runner(
+        model_with(name, weights), tp, max_segment_ms=math.inf, **settings_of(weights)
+    )
+    for runner in (expected, found):
+        add_prompts(runner, (21, 5))
+    assert assert_same_answers(expected, found, num_tasks) > 100 / num_tasks
+    for runner in (expected, found):
+        runner.close()
 
 
-def test_sums_of_slots_that_ranks_make_and_add_fail_the_same_comparison(
-    monkeypatch: pytest.MonkeyPatch,
+def runner_on(tp: int, model: Any) -> TorchRunner:
+    """Return a runner of a copy of a model. A runner on one rank has no processes."""
+    if tp == 1:
+        return cpu_runner(copy.deepcopy(model), max_segment_ms=math.inf)
+    return sharded_runner(copy.deepcopy(model), tp, max_segment_ms=math.inf)
+
+
+@pytest.mark.parametrize("name", ["gated", "olmoe", "deepseek_v3"])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3)])
+def test_a_frame_that_is_parked_goes_on_with_another_number_of_ranks(
+    before: int, after: int, name: str
 ) -> None:
-    """The usual expert parallelism: a rank combines its own slots, and the sums are added."""
-    combine = cpu.combine
-
-    def by_rank(slots: Tensor, inverse: Tensor, weights: Tensor) -> Tensor:
-        is_first = inverse.view(weights.shape) < len(slots) // 2
-        parts = [combine(slots, inverse, weights * own) for own in (is_first, ~is_first)]
-        return parts[0] + parts[1]
-
-    monkeypatch.setattr(cpu, "combine", by_rank)
-    split, expected = split_of("mixtral", "bf16", 2), whole("mixtral", "bf16")
-    with pytest.raises(AssertionError):
-        assert_same(served_by_ranks(split, NEVER), expected, split)
-
-
-# -- the choice of tokens
+    """It is parked after ever more tasks, so in every kind of op."""
+    model = wide_model(name)
+    whole_run, one, other = runner_on(1, model), runner_on(before, model), runner_on(after, model)
+    for runner in (whole_run, one):
+        add_prompts(runner, (21, 5))
+    program = whole_program(whole_run)
+    assert whole_run.run(program, START, Watched()) == program.end
+    tokens = [s.token_id for s in whole_run.finish(program)]
+    kinds: Counter[OpKind] = Counter()
+    for num_tasks in range(1, 3000, 37):
+        program = whole_program(one)
+        at = one.run(program, START, Asked(num_tasks))
+        if at == program.end:
+            break
+        kinds[program.ops[at.op].kind] += 1
+        for request in program.request_ids:
+            state, meta = one.export_request(request)
+            other.import_request(request, GREEDY, state, meta)
+        other.import_frame(program, at, one.export_frame(program, at))
+        assert other.run(program, at, Watched()) == program.end
+        assert [s.token_id for s in other.finish(program)] == tokens
+        for request in program.request_ids:
+            expected = kv_of(whole_run, request, whole_run.shape.num_layers)
+            found = kv_of(other, request, other.shape.num_layers)
+            assert expected.keys() == found.keys()
+            assert all(torch.equal(found[x], expected[x]) for x in expected)
+            other.remove(request)
+        one.drop(program)
+    assert len(kinds) >= 4, kinds
+    for runner in (whole_run, one, other):
+        runner.close()
 
 
 def test_equal_logits_on_several_ranks_give_the_lowest_id() -> None:
@@ -154,14 +162,16 @@ def test_equal_logits_on_several_ranks_give_the_lowest_id() -> None:
     with torch.no_grad():
         head = model.lm_head.weight
         head.copy_(head[:64].repeat(5, 1)[: len(head)])
-    split = split_model(model, 3)
-    found = served_by_ranks(split, NEVER)
-    assert all(served.tokens == found[0].tokens for served in found)
-    assert len(found[0].tokens) > 4
-    for token, logits in zip(found[0].tokens, found[0].logits, strict=True):
-        assert token < 64
-        assert (logits == logits.max()).sum() >= 4
-        assert token == int((logits == logits.max()).nonzero()[0])
+    runners = runner_on(1, model), runner_on(3, model)
+    found = []
+    for runner in runners:
+        add_prompts(runner, (21, 5))
+        program = whole_program(runner)
+        runner.run(program, START, Watched())
+        found.append([s.token_id for s in runner.finish(program)])
+        runner.close()
+    assert found[0] == found[1]
+    assert max(found[0]) < 64
 
 
 @pytest.mark.parametrize(
@@ -175,10 +185,14 @@ def test_equal_logits_on_several_ranks_give_the_lowest_id() -> None:
         ([-math.inf, math.inf, math.nan], 2),
     ],
 )
-def test_the_best_of_ranks_is_the_largest_logit_and_then_the_lowest_rank(
+def test_the_best_of_ranks_is_the_largest_logit_and_then_the_lowest_id(
     logits: list[float], chosen: int
 ) -> None:
-    assert best_of([Best(x, 100 * i) for i, x in enumerate(logits)]).token_id == 100 * chosen
+    for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0]):
+        best = (logits[order[0]], order[0])
+        for i in order[1:]:
+            best = (logits[i], i) if is_better((logits[i], i), best) else best
+        assert best[1] == chosen
 
 
 # -- memory
@@ -187,31 +201,35 @@ def test_the_best_of_ranks_is_the_largest_logit_and_then_the_lowest_rank(
 @pytest.mark.parametrize("tp", [1, 2, 3])
 def test_a_rank_packs_the_bytes_of_its_plan(tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms, routers and the embedding are not packed. The head's outputs are padded to 16."""
-    split, taken, take = split_of("mixtral", "bf16", tp), Counter[int](), cpu.Arena.take
-    experts, packed = Counter[int](), NativeBank.packed
+    split, taken, take = split_of("mixtral", tp), 0, cpu.Arena.take
+    packed = NativeBank.packed
 
     def counted(self: cpu.Arena, *shape: int) -> Tensor:
-        taken[threading.get_ident()] += 2 * math.prod(shape)
+        nonlocal taken
+        taken += 2 * math.prod(shape)
         return take(self, *shape)
 
     def counted_experts(self: NativeBank, own: range) -> Experts:
+        nonlocal taken
         found = packed(self, own)
-        experts[threading.get_ident()] += found.num_bytes * len(own)
+        taken += found.num_bytes * len(own)
         return found
 
     monkeypatch.setattr(cpu.Arena, "take", counted)
     monkeypatch.setattr(NativeBank, "packed", counted_experts)
-
-    def work(member: Member) -> int:
-        Rank(split, member, NEVER)
-        return taken[threading.get_ident()] + experts[threading.get_ident()]
-
     width, num_experts = split.plan.shape.hidden, split.parts.shape.num_experts
     unpacked = (2 + num_experts) * len(split.parts.layers) * width + width
-    for plan, found in zip(split.plan.ranks, Group(tp).run(work), strict=True):
+    for rank, plan in enumerate(split.plan.ranks):
+        taken = 0
+        RankWeights(split, rank)
         num_ids = len(plan.vocabulary)
         padding = (-num_ids % 16 - num_ids) * width
-        assert found == plan.num_bytes + 2 * (padding - unpacked)
+        assert taken == plan.num_bytes + 2 * (padding - unpacked)
+
+
+@cache
+def split_of(name: str, tp: int) -> SplitModel:
+    return split_model(model_with(name, "bf16"), tp)
 
 
 # -- refusals
@@ -238,12 +256,6 @@ def test_hooked_layers_are_refused_by_name() -> None:
 def test_a_number_of_ranks_that_the_model_cannot_have_is_refused() -> None:
     with pytest.raises(ConfigError, match="tp=5 is too many ranks: layer 0 has 4 query heads"):
         split_model(wide_model("mixtral"), 5)
-
-
-def test_a_split_over_other_ranks_than_the_group_has_is_refused() -> None:
-    split = split_of("mixtral", "bf16", 2)
-    with pytest.raises(InvariantError, match="a split over 2 ranks runs on 3 ranks"):
-        Group(3).run(lambda member: Rank(split, member, NEVER))
 
 
 def test_a_share_that_rounds_other_activations_than_the_whole_is_refused() -> None:

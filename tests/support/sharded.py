@@ -10,7 +10,7 @@ from qllm.models.weights.formats.rounding import int4
 from qllm.models.weights.quantised_linears import QuantisedLinear
 from qllm.plan import Row
 from qllm.runner.cpu import cpu_runner
-from qllm.sharded.rank import Rank
+from qllm.runner.runner import TorchRunner
 from tests.support.families import COMMON, MAKERS, attention_of
 from tests.support.programs import add, next_row, prompt_of, sweep
 
@@ -104,9 +104,8 @@ DECODES = 2
 """Steps with a token of every request."""
 
 
-def served_whole(name: str, weights: str) -> Served:
-    """Return the results of a runner of the whole model."""
-    runner = cpu_runner(model_with(name, weights), **settings_of(weights))
+def served(runner: TorchRunner) -> Served:
+    """Return the results of a runner, which is closed."""
     logits: list[Tensor] = []
     tokens: list[int] = []
     runner.on_logits = lambda request, position, x: logits.append(x.clone())
@@ -122,33 +121,12 @@ def served_whole(name: str, weights: str) -> Served:
     return Served(tokens, logits, kv)
 
 
+def served_whole(name: str, weights: str) -> Served:
+    """Return the results of a runner of the whole model."""
+    return served(cpu_runner(model_with(name, weights), **settings_of(weights)))
+
+
 def layers_of(kv: Any, num: int) -> list[tuple[Tensor, Tensor]]:
     """Return copies of the keys and values of every layer."""
     found = [kv.read(layer, 0, kv.committed) for layer in range(num)]
     return [(k.clone(), v.clone()) for k, v in found]
-
-
-def serve(rank: Rank, num_layers: int) -> Served:
-    """Run the steps of `served_whole` on one rank."""
-    tokens: list[int] = []
-    logits: list[Tensor] = []
-    for request, ids in PROMPTS.items():
-        rank.add(request, ids, len(ids) + 8)
-    decode = [(request, -1, 0) for request in PROMPTS]
-    for step in [*PREFILL, *[decode] * DECODES]:
-        rows = []
-        for request, lo, hi in step:
-            known = len(rank.requests[request].ids)
-            lo, hi = (known - 1, known) if lo < 0 else (lo, hi)
-            rows.append(Row(request, lo, hi, 0, num_layers))
-        x = rank.run(rows)
-        ends = [row.hi == len(rank.requests[row.request_id].ids) for row in rows]
-        places = [i for i, is_end in enumerate(ends) if is_end]
-        if not places:
-            continue
-        logits += list(rank.logits(x[places]))
-        for i, token in zip(places, rank.choose(x[places]), strict=True):
-            rank.requests[rows[i].request_id].ids.append(token)
-            tokens.append(token)
-    kv = {request: layers_of(rank.requests[request].kv, num_layers) for request in PROMPTS}
-    return Served(tokens, logits, kv)

@@ -40,12 +40,19 @@ class KeptMemory {
 };
 
 // The stop that a call polls.
+struct Rank;  // of group.h
+
 struct Polls {
   int64_t inside = 0;  // whether the call may stop between two tasks
   const int64_t* watch = nullptr;  // a word that changes when a stop may be due; or null
   int64_t seen = 0;                // its value when it was read
   int64_t stop_ns = kNever;        // monotonic time after which a stop is due
   int64_t tasks_left = kNever;     // most tasks before a stop
+  Rank* rank = nullptr;            // the rank that runs the tasks; or null
+
+  bool is_due(int64_t now) const {
+    return (watch && __atomic_load_n(watch, __ATOMIC_ACQUIRE) != seen) || now >= stop_ns;
+  }
 };
 
 // The part of a course that Python reads.
@@ -69,6 +76,9 @@ class Course : public Place {
   // Memory for a use of the op. Once the op is left, it returns the same memory and never grows it:
   // a later product may ask for more than an earlier one, which is not done and still reads it.
   void* kept(int64_t use, int64_t bytes);
+
+  // A task that waits until all ranks have come to it, or until a stop is due.
+  void meet(Rank& rank);
 
   // For the pool. `since` is the time of the thread's previous poll.
   bool must_stop(int64_t task, int64_t& since);

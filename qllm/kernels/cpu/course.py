@@ -8,6 +8,7 @@ complete.
 import ctypes
 import weakref
 from ctypes import c_int64
+from typing import Any, Protocol
 
 from qllm.kernels.cpu import native
 
@@ -44,6 +45,37 @@ class Course:
     def num_bytes(self) -> int:
         """Bytes of memory that the course holds."""
         return int(self._struct.kept_bytes)
+
+
+class Inside(Protocol):
+    """A place inside an op, such as a course."""
+
+    @property
+    def address(self) -> int:
+        """Address that native code gets."""
+        ...
+
+    @property
+    def done(self) -> int:
+        """Completed tasks of the op; 0 between two ops."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory that the place holds."""
+        ...
+
+
+class Courses(Protocol):
+    """A pool of places inside ops. This module is the pool of courses."""
+
+    def take(self) -> Inside:
+        """Return a place that is between two ops."""
+        ...
+
+    def keep(self, course: Any) -> Inside | None:
+        """Return the place if it is inside an op. Put any other place into the pool."""
+        ...
 
 
 _spare: list[Course] = []

@@ -18,6 +18,7 @@
 #include "course.h"
 #include "kernels.h"
 #include "pool.h"
+#include "ranks.h"
 #include "sweep.h"
 
 namespace {
@@ -208,6 +209,10 @@ PyMethodDef methods[] = {
     QLLM_FUNCTION(pack_codes, &pack_codes, "See kernels.h."),
     QLLM_FUNCTION(sweep, &sweep, "See sweep.h."),
     QLLM_FUNCTION(head, &head, "See sweep.h."),
+    QLLM_FUNCTION(serve, &serve, "See group.h."),
+    QLLM_FUNCTION(call_ranks, &call_ranks, "See group.h."),
+    QLLM_FUNCTION(meet, &meet, "See group.h."),
+    QLLM_FUNCTION(free_desks, &free_desks, "See group.h."),
     {"new_course", new_course, METH_NOARGS, "Address of a new course: see course.h."},
     {"delete_course", delete_course, METH_O, "Free a course and its memory."},
     {"copy_rows", (PyCFunction)(void (*)())copy_rows, METH_FASTCALL,

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "course.h"
+#include "group.h"
 #include "pool.h"
 
 namespace qllm {
@@ -193,6 +194,7 @@ bool Course::end() {
   course_of_thread = nullptr;
   saw(now_ns(), since_);
   polls_->tasks_left -= done - before_;
+  if (polls_->rank && done > before_) polls_->rank->move();
   polls_ = nullptr;
   kept_bytes = memory_.num_bytes();
   if (left_) return false;
@@ -214,9 +216,8 @@ bool Course::must_stop(int64_t task, int64_t& since) {
   int64_t now = now_ns();
   saw(now, since);
   if (at_ + task == first_) return false;
-  const int64_t* watch = polls_->watch;
-  bool asked = watch && __atomic_load_n(watch, __ATOMIC_ACQUIRE) != polls_->seen;
-  return asked || now >= polls_->stop_ns;
+  if (polls_->rank) polls_->rank->move();
+  return polls_->is_due(now);
 }
 
 void set_threads(int threads) {

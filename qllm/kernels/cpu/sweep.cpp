@@ -6,12 +6,11 @@
 #include <utility>
 
 #include "pool.h"
+#include "ranks.h"
 #include "scratch.h"
 
 namespace qllm {
 namespace {
-
-enum Grain : int64_t { kEachStep = 0, kEachLayer = 1, kEachExpert = 2 };
 
 const Part kAllKeys{nullptr, nullptr, 0, int64_t(1) << 62, 1, 1};
 
@@ -66,14 +65,18 @@ void gate(const Kernels& k, uint16_t* out, const uint16_t* x, const Sweep& s, co
   k.gate(out, by, rows * layer.gate->n);
 }
 
-void attend(const Kernels& k, const Sweep& s, const Layer& layer, const LayerOp& part) {
+}  // namespace
+
+int64_t attended(const Kernels& k, const Sweep& s, const Layer& layer, const LayerOp& part,
+                 const uint16_t*& seen, Enter enter) {
   static const Kept<uint16_t> q_, seen_, out_;
   const Heads& heads = layer.latents ? layer.latents->heads : layer.attention->heads;
   int64_t rows = part.hi - part.lo, size = rows * heads.heads * (heads.head_dim - heads.tail);
   uint16_t *q = q_.of(rows * heads.heads * heads.head_dim), *out = seen_.of(size);
   const uint16_t* x = s.x + part.lo * s.width;
-  uint16_t* mid = s.mid + part.lo * s.width;
-  if (layer.latents)
+  if (enter)
+    enter(k, q, x, s, layer, part);
+  else if (layer.latents)
     k.latents_in(q, x, part.cos, part.sin, rows, *layer.latents, layer.index, part.spans,
                  part.num_spans);
   else
@@ -82,11 +85,22 @@ void attend(const Kernels& k, const Sweep& s, const Layer& layer, const LayerOp&
   if (!part.whole) clear(out, rows, size / rows);
   attend_keys(k, out, q, heads, s, layer, part);
   if (layer.gate) gate(k, out, x, s, layer, rows);
-  if (layer.latents) {
-    const uint16_t* seen = out;
-    k.latents_out(out = out_.of(rows * layer.out->k), seen, *layer.latents, rows);
-  }
-  k.linear(mid, out, *layer.out, rows);
+  seen = out;
+  if (!layer.latents) return size / rows;
+  int64_t width = heads.heads * layer.latents->value;
+  k.latents_out(out = out_.of(rows * width), seen, *layer.latents, rows);
+  seen = out;
+  return width;
+}
+
+namespace {
+
+void attend(const Kernels& k, const Sweep& s, const Layer& layer, const LayerOp& part) {
+  int64_t rows = part.hi - part.lo;
+  const uint16_t *x = s.x + part.lo * s.width, *seen = nullptr;
+  uint16_t* mid = s.mid + part.lo * s.width;
+  attended(k, s, layer, part, seen, nullptr);
+  k.linear(mid, seen, *layer.out, rows);
   k.add(mid, x, mid, layer.scale, rows * s.width);
 }
 
@@ -97,10 +111,12 @@ void route(const Kernels& k, const Sweep& s, const Layer& layer, const LayerOp& 
   if (layer.mlp) k.mlp(s.shared + first, s.normed + first, *layer.mlp, rows);
 }
 
-// Sorts slots by expert, then by (token, k); units have at most `unit_rows` rows.
+// Sorts slots by expert, then by (token, k); units have at most `unit_rows` rows. A rank has units
+// of its own experts.
 bool start_experts(Sweep& s, const Layer& layer) {
   static thread_local Scratch<int64_t> ends_;
-  int64_t num = layer.experts->num, slots = s.tokens * s.top_k, lo = 0;
+  int64_t own = layer.experts->num, first = layer.share ? layer.share->first_expert : 0;
+  int64_t num = layer.share ? layer.share->num_experts : own, slots = s.tokens * s.top_k, lo = 0;
   int64_t* ends = ends_.of(num);
   memset(ends, 0, num * sizeof *ends);
   for (int64_t i = 0; i < slots; i++) {
@@ -111,14 +127,17 @@ bool start_experts(Sweep& s, const Layer& layer) {
   for (int64_t e = 0; e < num; e++) {
     int64_t end = lo + ends[e];
     ends[e] = lo;  // place of its next slot
-    for (; lo < end; lo = s.units[s.num_units++].hi)
-      s.units[s.num_units] = {e, lo, end - lo < s.unit_rows ? end : lo + s.unit_rows};
+    bool is_own = first <= e && e < first + own;
+    for (; is_own && lo < end; lo = s.units[s.num_units++].hi)
+      s.units[s.num_units] = {e - first, lo, end - lo < s.unit_rows ? end : lo + s.unit_rows};
+    lo = end;
   }
   for (int64_t i = 0; i < slots; i++) {
     int64_t slot = ends[s.ids[i]]++;
     s.token[slot] = i / s.top_k;
     s.inverse[i] = slot;
   }
+  if (s.desk) s.desk->sorted = s.layer;
   return true;
 }
 
@@ -137,8 +156,11 @@ int64_t end_of_range(const Sweep& s) {
 void end_range(Sweep& s, const Layer& layer, int64_t stop) {
   for (int64_t i = s.pos; i < stop; i++)
     if (!i || s.units[i].expert != s.units[i - 1].expert) s.expert_bytes += layer.expert_bytes;
-  s.slots_done += s.units[stop - 1].hi - s.units[s.pos].lo;
-  s.pos = stop < s.num_units ? stop : 0;
+  bool is_done = stop == s.num_units;
+  // What a rank has done may be forgotten until all have done it
+  int64_t from = s.rank ? 0 : s.pos, to = s.rank && !is_done ? 0 : stop;
+  if (from < to) s.slots_done += s.units[to - 1].hi - s.units[from].lo;
+  s.pos = is_done ? 0 : stop;
 }
 
 void combine(const Kernels& k, const Sweep& s, const Layer& layer, const LayerOp& part) {
@@ -163,6 +185,7 @@ void finish_layer(Sweep& s) {
   s.part = 0;
   s.layer++;
   s.num_layers++;
+  if (s.desk) s.desk->sorted = -1;
 }
 
 bool may_stop(const Sweep& s) {
@@ -172,35 +195,38 @@ bool may_stop(const Sweep& s) {
 
 template <class Polling>
 Polls polls_of(const Polling& s) {
-  return {s.grain == kEachExpert && s.watch, s.watch, s.seen, s.stop_ns, s.tasks_left};
+  return {s.grain == kEachExpert && s.watch, s.watch, s.seen, s.stop_ns, s.tasks_left, nullptr};
 }
 
 template <class Polling>
 bool asked(const Polling& s, const Polls& polls) {
-  return !s.watch || __atomic_load_n(s.watch, __ATOMIC_ACQUIRE) != s.seen ||
-         now_ns() >= s.stop_ns || polls.tasks_left <= 0;
+  return !s.watch || polls.is_due(now_ns()) || polls.tasks_left <= 0;
 }
 
 void run(const Kernels& kernels, Sweep& s) {
   Polls polls = polls_of(s);
+  polls.rank = s.rank;
   while (s.layer < s.end_layer) {
     const Layer& layer = s.layers[s.layer];
     const LayerOp& part = s.parts[s.part];
     int64_t stop = 0;
     s.course->begin(polls);
     switch (part.kind) {
-      case kAttn: (layer.deltas ? carry : attend)(kernels, s, layer, part); break;
-      case kRoute: route(kernels, s, layer, part); break;
+      case kAttn:
+        (s.rank ? attend_on_rank : layer.deltas ? carry : attend)(kernels, s, layer, part);
+        break;
+      case kRoute: (s.rank ? route_on_rank : route)(kernels, s, layer, part); break;
       case kExperts:
-        if (!s.pos && !start_experts(s, layer)) {
-          s.course->end();
-          s.failed = 1;
-          return;
-        }
+        s.failed = !s.pos && !start_experts(s, layer);
+        if (s.failed) break;
         stop = end_of_range(s);
         kernels.experts(s.slots, s.normed, s.token, s.units + s.pos, stop - s.pos, *layer.experts);
+        if (s.rank && stop == s.num_units) s.course->meet(*s.rank);
         break;
-      case kCombine: combine(kernels, s, layer, part); break;
+      case kCombine:
+        s.failed = s.desk && layer.experts && s.desk->sorted != s.layer && !start_experts(s, layer);
+        if (!s.failed) (s.rank ? combine_on_rank : combine)(kernels, s, layer, part);
+        break;
     }
     bool done = s.course->end();
     int64_t longest = s.course->take_longest();
@@ -208,7 +234,7 @@ void run(const Kernels& kernels, Sweep& s) {
       s.longest_ns = longest;
       s.longest_kind = part.kind;
     }
-    if (!done) return;
+    if (!done || s.failed) return;
     if (part.kind == kExperts) end_range(s, layer, stop);
     if (!s.pos && ++s.part == s.num_parts) finish_layer(s);
     if (s.single || (may_stop(s) && asked(s, polls))) return;

@@ -7,6 +7,8 @@
 
 namespace qllm {
 
+enum Grain : int64_t { kEachStep = 0, kEachLayer = 1, kEachExpert = 2 };  // of qllm/types.py
+
 // As OpKind of qllm/scheduler/program.py.
 enum Kind : int64_t { kAttn = 1, kRoute = 2, kExperts = 3, kCombine = 4 };
 
@@ -25,6 +27,7 @@ struct Layer {
   const Norm* norm;  // before the MLP in a dense layer
   int64_t index, window, expert_bytes;
   float scale;  // factor of the terms that are added to the residual stream
+  const struct Share* share;  // of a rank (ranks.h), whose heads and experts these are; or null
 };
 
 // One op of every layer, over tokens [lo, hi); for an ATTN op, also its spans. States belong to one
@@ -78,10 +81,24 @@ struct Sweep {
   // which that was.
   int64_t num_layers, call_ns, longest_ns, longest_kind, slots_done, expert_bytes;
   int64_t failed;  // a router gave an id of no expert
+
+  // Of a rank: see ranks.h. Else null.
+  Rank* rank;
+  struct Desk* desk;
+  uint16_t *heads, *inner, *queries;  // [T, .] of all ranks: attention's output, inner values of the
+                                      // MLP, and queries and keys before norms over all heads
+  int64_t rows_from;  // least rows of an ATTN op whose output projection is split by rows
 };
 
 // Runs until `end_layer` or a boundary.
 void sweep(const Kernels& kernels, Sweep* s);
+
+// The first half of an ATTN op: `seen` is what the heads return for its rows. Returns the width of a
+// row. `enter` replaces `Kernels::attend_in`, unless it is null.
+using Enter = void (*)(const Kernels& k, uint16_t* q, const uint16_t* x, const Sweep& s,
+                       const Layer& layer, const LayerOp& part);
+int64_t attended(const Kernels& k, const Sweep& s, const Layer& layer, const LayerOp& part,
+                 const uint16_t*& seen, Enter enter);
 
 // `Kernels::best` of rows over blocks of the head, of `width` ids each; the last may be narrower.
 struct HeadBlocks {

@@ -141,7 +141,6 @@ class Head:
         rule: Blocks of rows in which torch multiplies.
         native: True if kernels multiply, see `is_read`.
         arena: Allocator of packed weights.
-        vocabulary: Token ids whose logits are computed; None is all.
     """
 
     def __init__(
@@ -151,15 +150,13 @@ class Head:
         rule: RowRule,
         native: bool,
         arena: cpu.Arena,
-        vocabulary: range | None = None,
     ) -> None:
         self._rule, self.norm = rule, norm
         weight = weight_of(lm_head)
         bias = None if lm_head.bias is None else lm_head.bias.detach()
-        ids = range(int(weight.shape[0])) if vocabulary is None else vocabulary
-        self.vocab_size = len(ids)
+        self.vocab_size = num = int(weight.shape[0])
         self.block_size = size = HEAD_BLOCK
-        blocks = [slice(a, min(a + size, ids.stop)) for a in range(ids.start, ids.stop, size)]
+        blocks = [slice(a, min(a + size, num)) for a in range(0, num, size)]
         self._biases = [None if bias is None else bias[block] for block in blocks]
         self._weights = [_rows(weight, block) for block in blocks]
         self.num_blocks = len(self._weights)
@@ -188,6 +185,17 @@ class Head:
         blocks.blocks = self._addresses.buffer_info()[0]
         cpu.native.head(ctypes.addressof(blocks))
         return True
+
+    def ready(self, x_BD: Tensor, blocks: HeadBlocks, step: int) -> range:
+        """Return the next blocks whose logits can be computed, and count them as done.
+
+        Args:
+            x_BD: Rows, of which `__call__` computes logits.
+            blocks: Range of blocks, and a stop.
+            step: Most blocks.
+        """
+        start, blocks.at = blocks.at, min(blocks.at + step, blocks.end)
+        return range(start, blocks.at)
 
     def __call__(self, x_BD: Tensor, block: int) -> Tensor:
         """Return the logits [B, up to block_size] of one block."""

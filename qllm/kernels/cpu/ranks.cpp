@@ -1,0 +1,306 @@
+#include "ranks.h"
+
+#include <math.h>
+#include <string.h>
+
+#include <algorithm>
+
+#include "pool.h"
+
+namespace qllm {
+namespace {
+
+constexpr int64_t kRows = 16;  // of a task that copies
+
+struct Rows {
+  int64_t lo, num;
+};
+
+// The rows of `num` that a rank computes.
+Rows own_rows(const Rank& rank, int64_t num) {
+  int64_t size = rank.group->size, lo = num * rank.rank / size;
+  return {lo, num * (rank.rank + 1) / size - lo};
+}
+
+void meet(const Sweep& s) { s.course->meet(*s.rank); }
+
+// Copies rows [rows, num] that are adjacent, to rows that are `stride` apart; or the other way.
+void put_columns(uint16_t* to, int64_t stride, const uint16_t* from, int64_t num, int64_t rows) {
+  parallel((rows + kRows - 1) / kRows, [&](int64_t i) {
+    for (int64_t r = i * kRows, end = std::min(rows, r + kRows); r < end; r++)
+      memcpy(to + r * stride, from + r * num, num * sizeof *to);
+  });
+}
+
+void take_columns(uint16_t* to, int64_t to_stride, const uint16_t* from, int64_t stride,
+                  int64_t num, int64_t rows) {
+  parallel((rows + kRows - 1) / kRows, [&](int64_t i) {
+    for (int64_t r = i * kRows, end = std::min(rows, r + kRows); r < end; r++)
+      memcpy(to + r * to_stride, from + r * stride, num * sizeof *to);
+  });
+}
+
+// The own columns of out = x + y * scale, for y [rows, own columns].
+void add_columns(const Kernels& k, uint16_t* out, const uint16_t* x, const uint16_t* y,
+                 const Sweep& s, const Layer& layer, int64_t rows) {
+  const Share& own = *layer.share;
+  parallel(rows, [&](int64_t r) {
+    int64_t at = r * s.width + own.column;
+    k.add(out + at, x + at, y + r * own.num_columns, layer.scale, own.num_columns);
+  });
+}
+
+// The own columns of the MLP of rows, [rows, own columns]; null if the rank has none.
+uint16_t* mlp_columns(const Kernels& k, const Sweep& s, const Layer& layer, const uint16_t* normed,
+                      int64_t lo, int64_t rows) {
+  static const Kept<uint16_t> both_, inner_, out_, by_, wide_;
+  const Share& own = *layer.share;
+  uint16_t* all = s.inner + lo * own.width;
+  if (own.into) {
+    uint16_t *both = both_.of(rows * own.into->n), *inner = inner_.of(rows * own.num_inner);
+    k.linear(both, normed, *own.into, rows);
+    k.swiglu(inner, both, rows, own.num_inner);
+    put_columns(all + own.inner, own.width, inner, own.num_inner, rows);
+  }
+  meet(s);
+  if (!own.down) return nullptr;
+  uint16_t* out = out_.of(rows * own.num_columns);
+  k.linear(out, all, *own.down, rows);
+  if (own.gate) {
+    uint16_t *by = by_.of(rows), *wide = wide_.of(rows * own.num_columns);
+    k.linear(by, normed, *own.gate, rows);
+    parallel(rows, [&](int64_t r) {
+      std::fill_n(wide + r * own.num_columns, own.num_columns, by[r]);
+    });
+    k.gate(out, wide, rows * own.num_columns);
+  }
+  return out;
+}
+
+// Queries and keys are normed over the heads of all ranks.
+void enter_wide(const Kernels& k, uint16_t* q, const uint16_t* x, const Sweep& s,
+                const Layer& layer, const LayerOp& part) {
+  static const Kept<uint16_t> normed_, qkv_, q_, k_;
+  const Share& own = *layer.share;
+  const Attention& a = *layer.attention;
+  int64_t rows = part.hi - part.lo, wide = own.q_width + own.k_width;
+  int64_t num_q = a.heads.heads * a.heads.head_dim, num_k = a.heads.kv_heads * a.heads.head_dim;
+  uint16_t *normed = normed_.of(rows * s.width), *qkv = qkv_.of(rows * a.qkv.n);
+  uint16_t *all = s.queries + part.lo * wide;
+  uint16_t *all_q = q_.of(rows * own.q_width), *all_k = k_.of(rows * own.k_width);
+  k.norm(normed, x, a.norm, rows, s.width);
+  k.linear(qkv, normed, a.qkv, rows);
+  uint16_t *of_q = all, *of_k = all + rows * own.q_width;
+  take_columns(of_q + own.q_column, own.q_width, qkv, a.qkv.n, num_q, rows);
+  if (own.has_keys)
+    take_columns(of_k + own.k_column, own.k_width, qkv + num_q, a.qkv.n, num_k, rows);
+  meet(s);
+  k.norm(all_q, of_q, *own.q_norm, rows, own.q_width);
+  k.norm(all_k, of_k, *own.k_norm, rows, own.k_width);
+  take_columns(qkv, a.qkv.n, all_q + own.q_column, own.q_width, num_q, rows);
+  take_columns(qkv + num_q, a.qkv.n, all_k + own.k_column, own.k_width, num_k, rows);
+  k.place_heads(q, qkv, part.cos, part.sin, a, layer.index, part.spans, part.num_spans);
+}
+
+void run(const Kernels& kernels, Rank& rank, SweepCall& call) {
+  Group& g = *rank.group;
+  Report& report = g.reports[rank.rank];
+  Sweep s = call.sweep;
+  Desk& desk = rank.desk(call.desk);
+  if (call.is_new) desk.clear();
+  int64_t slots = s.tokens * s.top_k;
+  if (int64_t(desk.token.size()) < slots) {
+    desk.token.resize(slots);
+    desk.inverse.resize(slots);
+    desk.units.resize(slots);
+  }
+  s.rank = &rank;
+  s.desk = &desk;
+  s.layers = rank.layers;
+  s.parts += rank.rank * s.num_parts;
+  s.course = &desk.course;
+  s.token = desk.token.data();
+  s.inverse = desk.inverse.data();
+  s.units = desk.units.data();
+  s.pos = desk.pos;
+  s.num_units = desk.num_units;
+  if (rank.rank) {
+    s.watch = (const int64_t*)&g.stopped;
+    s.seen = g.stopped_before;
+    s.stop_ns = s.tasks_left = kNever;
+    s.single = 0;
+  }
+  sweep(kernels, &s);
+  if (rank.rank == 0 && s.layer < s.end_layer) g.stopped.store(rank.call);
+  desk.pos = s.pos;
+  desk.num_units = s.num_units;
+  report.layer = s.layer;
+  report.part = s.part;
+  report.inside = desk.course.done || desk.pos;
+  report.kept_bytes = desk.course.kept_bytes;
+  report.longest_ns = s.longest_ns;
+  report.longest_kind = s.longest_kind;
+  report.slots_done = s.slots_done;
+  report.expert_bytes = s.expert_bytes;
+  leave_call(rank);
+  if (rank.rank || rank.has_failed()) return;
+  call.done = desk.course.done;
+  call.inside = call.kept_bytes = 0;
+  for (int64_t i = 0; i < g.size; i++) {
+    const Report& other = g.reports[i];
+    if (other.layer != s.layer || other.part != s.part) rank.fail(kApart);
+    call.inside |= other.inside;
+    call.kept_bytes += other.kept_bytes;
+    if (other.longest_ns > s.longest_ns) {
+      s.longest_ns = other.longest_ns;
+      s.longest_kind = other.longest_kind;
+    }
+    if (i) s.slots_done += other.slots_done, s.expert_bytes += other.expert_bytes;
+  }
+  call.sweep = s;
+}
+
+bool sees(const HeadCall& call, int64_t block) {
+  return call.first_block <= block && block < call.end_block;
+}
+
+void run_pieces(const Kernels& k, Rank& rank, const HeadCall& call, Desk& desk, Polls polls) {
+  static const Kept<uint16_t> logits_;
+  float* peaks = call.peaks ? call.peaks + rank.rank * call.rows : nullptr;
+  int64_t* ids = call.peaks ? call.ids + rank.rank * call.rows : nullptr;
+  Course& course = desk.course;
+  if (peaks && !desk.piece && !course.done) {
+    std::fill_n(peaks, call.rows, -INFINITY);
+    std::fill_n(ids, call.rows, int64_t(0));
+  }
+  for (; desk.piece <= rank.num_pieces; desk.piece++) {
+    bool is_end = desk.piece == rank.num_pieces;
+    if (!is_end && !sees(call, rank.pieces[desk.piece].block)) continue;
+    course.begin(polls);
+    if (is_end) {
+      course.meet(rank);
+    } else {
+      const Piece& piece = rank.pieces[desk.piece];
+      const Matrix& weight = *piece.weight;
+      uint16_t* logits = logits_.of(call.rows * weight.n);
+      k.linear(logits, call.x, weight, call.rows);
+      if (peaks) k.best(peaks, ids, logits, call.rows, weight.n, piece.first);
+      if (call.logits)
+        put_columns(call.logits + piece.first, call.vocabulary, logits, weight.n, call.rows);
+    }
+    if (!course.end()) return;
+    if (!is_end && call.grain == kEachExpert &&
+        (!polls.watch || polls.is_due(now_ns()) || polls.tasks_left <= 0)) {
+      desk.piece++;
+      return;
+    }
+  }
+}
+
+void run(const Kernels& kernels, Rank& rank, HeadCall& call) {
+  Group& g = *rank.group;
+  Report& report = g.reports[rank.rank];
+  int64_t begin = now_ns();
+  Desk& desk = rank.desk(call.desk);
+  if (call.is_new) desk.clear();
+  bool inside = call.grain == kEachExpert;
+  Polls polls{inside && call.watch, call.watch, call.seen, call.stop_ns, call.tasks_left, &rank};
+  if (rank.rank)
+    polls = {inside, (const int64_t*)&g.stopped, g.stopped_before, kNever, kNever, &rank};
+  run_pieces(kernels, rank, call, desk, polls);
+  bool done = desk.piece > rank.num_pieces;
+  if (rank.rank == 0 && !done) g.stopped.store(rank.call);
+  report.part = done;
+  report.kept_bytes = desk.course.kept_bytes;
+  report.longest_ns = desk.course.take_longest();
+  leave_call(rank);
+  if (done) desk.piece = 0;
+  if (rank.rank || rank.has_failed()) return;
+  call.longest_ns = call.kept_bytes = 0;
+  for (int64_t i = 0; i < g.size; i++) {
+    if (g.reports[i].part != done) rank.fail(kApart);
+    call.kept_bytes += g.reports[i].kept_bytes;
+    call.longest_ns = std::max(call.longest_ns, g.reports[i].longest_ns);
+  }
+  call.is_done = done;
+  call.call_ns = now_ns() - begin;
+}
+
+void run(const Kernels&, Rank& rank, EmbedCall& call) {
+  int64_t bytes = rank.row_bytes;
+  for (int64_t i = 0; i < call.num; i++) {
+    int64_t id = call.ids[i] - rank.first_id;
+    if (0 <= id && id < rank.num_ids) memcpy((char*)call.x + i * bytes, rank.table + id * bytes, bytes);
+  }
+  leave_call(rank);
+}
+
+}  // namespace
+
+void attend_on_rank(const Kernels& k, const Sweep& s, const Layer& layer, const LayerOp& part) {
+  static const Kept<uint16_t> y_;
+  const Share& own = *layer.share;
+  int64_t rows = part.hi - part.lo, width = layer.out->k, size = s.rank->group->size;
+  const uint16_t *x = s.x + part.lo * s.width, *seen = nullptr;
+  uint16_t *mid = s.mid + part.lo * s.width, *heads = s.heads + part.lo * width;
+  int64_t num = attended(k, s, layer, part, seen, own.q_norm ? enter_wide : nullptr);
+  put_columns(heads + own.head_column, width, seen, num, rows);
+  meet(s);
+  if (rows >= std::max(size, s.rows_from)) {
+    Rows r = own_rows(*s.rank, rows);
+    uint16_t* y = y_.of(r.num * s.width);
+    int64_t at = r.lo * s.width;
+    k.linear(y, heads + r.lo * width, *layer.out, r.num);
+    k.add(mid + at, x + at, y, layer.scale, r.num * s.width);
+  } else if (own.out) {
+    uint16_t* y = y_.of(rows * own.num_columns);
+    k.linear(y, heads, *own.out, rows);
+    add_columns(k, mid, x, y, s, layer, rows);
+  }
+  meet(s);
+}
+
+void route_on_rank(const Kernels& k, const Sweep& s, const Layer& layer, const LayerOp& part) {
+  const Share& own = *layer.share;
+  int64_t rows = part.hi - part.lo, first = part.lo * s.width;
+  Rows r = own_rows(*s.rank, rows);
+  if (r.num) {
+    int64_t row = part.lo + r.lo, at = row * s.top_k;
+    void* weights = (char*)s.weights + at * (s.wide ? 4 : 2);
+    k.route(s.normed + row * s.width, s.ids + at, weights, s.mid + row * s.width, r.num,
+            *layer.router);
+  }
+  meet(s);
+  if (!own.width) return;
+  if (uint16_t* y = mlp_columns(k, s, layer, s.normed + first, part.lo, rows))
+    put_columns(s.shared + first + own.column, s.width, y, own.num_columns, rows);
+  meet(s);
+}
+
+void combine_on_rank(const Kernels& k, const Sweep& s, const Layer& layer, const LayerOp& part) {
+  int64_t rows = part.hi - part.lo;
+  Rows r = own_rows(*s.rank, rows);
+  int64_t row = part.lo + r.lo, at = row * s.top_k, first = row * s.width, size = r.num * s.width;
+  if (layer.experts) {
+    const void* weights = (const char*)s.weights + at * (s.wide ? 4 : 2);
+    uint16_t* next = s.next + first;
+    k.combine(next, s.slots, s.inverse + at, weights, s.wide, r.num, s.top_k, s.width);
+    if (layer.share->width) k.add(next, next, s.shared + first, 1, size);
+    k.add(next, s.mid + first, next, layer.scale, size);
+  } else {
+    int64_t begin = part.lo * s.width;
+    k.norm(s.normed + first, s.mid + first, *layer.norm, r.num, s.width);
+    meet(s);
+    if (uint16_t* y = mlp_columns(k, s, layer, s.normed + begin, part.lo, rows))
+      add_columns(k, s.next + begin, s.mid + begin, y, s, layer, rows);
+  }
+  meet(s);
+}
+
+void run_call(const Kernels& kernels, Rank& rank, int64_t kind, void* what) {
+  if (kind == kRunSweep) return run(kernels, rank, *(SweepCall*)what);
+  if (kind == kRunHead) return run(kernels, rank, *(HeadCall*)what);
+  if (kind == kRunEmbed) run(kernels, rank, *(EmbedCall*)what);
+}
+
+}  // namespace qllm

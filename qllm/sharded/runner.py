@@ -1,0 +1,171 @@
+"""A runner whose model is split over several processes of this host.
+
+    TorchRunner    requests, frames, programs, samples: as for one process, in rank 0's process
+      RankBackend    KV in shared memory
+        RankCompute    embedding, layers and head, each a call of all ranks
+
+The scheduler and the runner do not know of ranks. Other ranks hold no requests and no frames: they
+get addresses of shared memory with every call.
+"""
+
+import time
+from collections.abc import Callable
+
+from torch import nn
+
+from qllm.errors import ConfigError, DeviceError, shown
+from qllm.kernels import cpu
+from qllm.models.discover import ModelParts
+from qllm.models.parts.inventory import described, inventory
+from qllm.runner.compute import Compute, RunOp, driver_for
+from qllm.runner.cpu import CpuBackend
+from qllm.runner.kv import RequestKV
+from qllm.runner.layers.rows import PLAIN
+from qllm.runner.runner import TorchRunner
+from qllm.scheduler.program import OpKind
+from qllm.sharded.group import DEADLINE_S, Group
+from qllm.sharded.head import RankEmbedding, RankHead
+from qllm.sharded.kv import RankKV
+from qllm.sharded.memory import SharedMemory
+from qllm.sharded.rank import SplitModel, split_model
+from qllm.sharded.sweep import RankSweep
+
+ROWS_FROM = 16
+"""Least rows of an ATTN op whose output projection is split by rows. With fewer rows, each rank
+computes some columns of all rows, and reads a part of the weight."""
+
+
+def sharded_runner(
+    model: nn.Module,
+    tp: int,
+    *,
+    max_segment_ms: float = 5.0,
+    expert_weights: str = "auto",
+    activations: str = "bf16",
+    threads: int = 1,
+    rows_from: int = ROWS_FROM,
+    deadline_s: float = DEADLINE_S,
+    clock: Callable[[], int] = time.perf_counter_ns,
+) -> TorchRunner:
+    """Return a runner on `tp` ranks: this process, and forked processes.
+
+    Results have the bits of `cpu_runner`.
+
+    Args:
+        model: Whole model in evaluation mode, in bf16, which no other runner drives.
+        tp: Number of ranks.
+        max_segment_ms: Most milliseconds of work between two boundaries.
+        expert_weights: Format of experts: see `EngineConfig`.
+        activations: Dtype of the inputs of quantised products: see `EngineConfig`.
+        threads: Kernel threads of each rank.
+        rows_from: Least rows of an op whose output projection is split by rows. No result depends
+            on this number.
+        deadline_s: Seconds that a rank waits for the others before all ranks fail.
+        clock: Clock in nanoseconds that measures segments.
+
+    Raises:
+        ModelError: A part of the model cannot be split.
+        ConfigError: The model cannot be split over so many ranks, or a setting is not possible.
+        DeviceError: A rank did not start.
+    """
+    if not deadline_s > 0:
+        raise ConfigError(f"deadline_s={shown(deadline_s)} is no time; use a number above 0")
+    split = split_model(model, tp, expert_weights=expert_weights, activations=activations)
+    memory = SharedMemory()
+    group = Group(split, memory, threads, deadline_s)
+
+    def backend(parts: ModelParts) -> RankBackend:
+        made = RankBackend(split, group, memory, max_segment_ms, rows_from)
+        cpu.set_threads(threads)
+        return made
+
+    try:
+        return TorchRunner(model, backend, rounding=(expert_weights, activations), clock=clock)
+    except BaseException:
+        group.close()
+        raise
+
+
+class RankCompute(Compute):
+    """The implementations of a model on its ranks.
+
+    Args:
+        split: Model and its split.
+        group: Ranks.
+        memory: Memory that they share.
+        rows_from: Least rows of an op whose output projection is split by rows.
+    """
+
+    is_ours = True
+    stops_between_keys = True
+
+    def __init__(
+        self, split: SplitModel, group: Group, memory: SharedMemory, rows_from: int
+    ) -> None:
+        # The base class would pack the weights of the whole model.
+        parts = split.parts
+        self.rule, self.streams, self.banks = PLAIN, True, split.banks
+        self.drivers = tuple(driver_for(layer, None) for layer in parts.layers)
+        self.sweep = sweep = RankSweep(group, memory, split.banks, rows_from)
+        self.courses = sweep.courses
+        self.embed = RankEmbedding(group, memory, parts)
+        self.head = RankHead(group, memory, sweep.desks, parts)
+        self._size, self._known = group.size, described(inventory(parts.layers))
+
+    def enter(self) -> None:
+        """Do nothing: ranks have packed their weights."""
+
+    def leave(self) -> None:
+        """Do nothing: the modules have kept their weights."""
+
+    def follow_rule(self, ops: dict[OpKind, RunOp]) -> None:
+        """Do nothing: no op calls the model's code."""
+
+    @property
+    def names(self) -> dict[str, str]:
+        ours = f"qllm {cpu.kind()}"
+        held = [bank.kernel for bank in self.banks if bank is not None]
+        parts = dict.fromkeys(("attention", "linear", "router", "mlp", "head"), ours)
+        return parts | {
+            "experts": ", ".join(sorted(set(held))) or "none",
+            "parts": self._known,
+            "ranks": str(self._size),
+            "row_rule": "none",
+            "missing": "none",
+        }
+
+
+class RankBackend(CpuBackend):
+    """The CPU backend over ranks.
+
+    Args:
+        split: Model and its split.
+        group: Ranks. They end with the backend.
+        memory: Memory that they share.
+        max_segment_ms: Most milliseconds of work between two boundaries.
+        rows_from: Least rows of an op whose output projection is split by rows.
+    """
+
+    def __init__(
+        self,
+        split: SplitModel,
+        group: Group,
+        memory: SharedMemory,
+        max_segment_ms: float,
+        rows_from: int,
+    ) -> None:
+        self.group, self._memory = group, memory
+        compute = RankCompute(split, group, memory, rows_from)
+        super().__init__(split.model, split.parts, compute, max_segment_ms, batch_invariant=True)
+        self._heads = [plan.layers[0].kv_heads for plan in split.plan.ranks]
+
+    def close(self) -> None:
+        super().close()
+        self.group.close()
+
+    def new_kv(self, capacity: int) -> RequestKV:
+        parts = self._parts
+        return RankKV(parts.num_kv_layers, capacity, parts.kv_layers, self._memory, self._heads)
+
+    def fault(self, error: Exception) -> DeviceError | None:
+        return error if isinstance(error, DeviceError) else None

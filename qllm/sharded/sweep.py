@@ -1,0 +1,177 @@
+"""Consecutive ops of a program in one call of all ranks: `qllm.runner.sweep` over shared memory.
+
+Tensors of a frame that an op reads or writes lie in memory that all ranks share. So a frame has one
+state, which rank 0 parks, saves and restores. Other ranks keep only what they have done inside an
+op, on a desk.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_int64
+
+import torch
+from torch import Tensor
+
+from qllm.runner.buffers import Buffered, LayerBuffers, Sizes, Storage
+from qllm.runner.frame import Frame, NewStep
+from qllm.runner.layers.attention import Span
+from qllm.runner.layers.native_experts import NativeBank
+from qllm.runner.layers.work import Bank, Work
+from qllm.runner.sweep import LayerOps, LayerOpStruct, Sweep, SweepStruct
+from qllm.scheduler.program import Op, OpKind
+from qllm.sharded.desks import Desks
+from qllm.sharded.group import SWEEP, Group
+from qllm.sharded.layer import RankLayer
+from qllm.sharded.memory import SharedMemory
+
+SPAN_INTS = 6
+"""Integers of a `Span` in kernels.h."""
+
+
+class SweepCall(ctypes.Structure):
+    """`SweepCall` in ranks.h."""
+
+    _fields_ = (
+        ("sweep", SweepStruct),
+        ("desk", c_int64),
+        ("is_new", c_int64),
+        ("done", c_int64),
+        ("inside", c_int64),
+        ("kept_bytes", c_int64),
+    )
+
+
+class SharedStorage(Storage):
+    """Memory of buffers that all ranks read and write."""
+
+    def __init__(self, memory: SharedMemory) -> None:
+        super().__init__()
+        self._memory = memory
+
+    def fresh(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return self._memory.empty(shape, dtype)
+
+
+class RankBuffers(LayerBuffers):
+    """Tensors of the layer that a call of ranks is in."""
+
+    def __init__(
+        self,
+        x_TD: Tensor,
+        layer: RankLayer,
+        sizes: Sizes,
+        storage: Storage,
+    ) -> None:
+        super().__init__(x_TD, layer, sizes, storage)
+        self._unit_rows = sizes.unit_rows
+        num, dtype = len(x_TD), x_TD.dtype
+        widths = {
+            "heads": layer.head_columns,
+            "inner": layer.mlp_width,
+            "queries": layer.query_columns,
+        }
+        given = {name: storage.take(name, (num, width), dtype) for name, width in widths.items()}
+        self.places |= {name: tensor.data_ptr() for name, tensor in given.items()}
+
+    def _work(self, bank: Bank, num_units: int) -> Work:
+        work = Work(bank, self.ids_TK, self._unit_rows)
+        work.slots_SD = self.slots_SD
+        return work
+
+
+RESULTS = (
+    *("layer", "part", "num_layers", "call_ns", "longest_ns", "longest_kind"),
+    *("slots_done", "expert_bytes", "failed"),
+)
+"""Fields that a call of ranks sets."""
+
+
+class RankSweep(Sweep):
+    """The layers of a model, in calls of all its ranks.
+
+    Args:
+        group: Ranks.
+        memory: Memory that they share.
+        banks: Experts of every layer; None for a dense layer.
+        rows_from: Least rows of an ATTN op whose output projection is split by rows.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        memory: SharedMemory,
+        banks: Sequence[NativeBank | None],
+        rows_from: int,
+    ) -> None:
+        layers = group.own.layers
+        self._group, self._memory, self._rows_from = group, memory, rows_from
+        self._banks = tuple(banks)
+        self._layers, self._widths = layers, layers[0].slab[1:]
+        self._num_experts = max((bank.num_experts for bank in banks if bank is not None), default=0)
+        self._structs = group.own.structs
+        self._spare = {}
+        self.courses = self.desks = Desks()
+        place = memory.empty((ctypes.sizeof(SweepCall),), torch.uint8).zero_()
+        self._place, self._shared = place, SweepCall.from_address(place.data_ptr())
+
+    def enter(self) -> None:
+        """Do nothing: ranks have packed their weights."""
+
+    def leave(self) -> None:
+        """Do nothing: ranks keep their weights."""
+
+    def _call(self, s: SweepStruct) -> None:
+        desk, call = self.desks.at(s.course), self._shared
+        s.rows_from = self._rows_from
+        call.sweep, call.desk, call.is_new = s, desk.address - 1, desk.is_new
+        self._group.call(SWEEP, ctypes.addressof(call))
+        for name in RESULTS:
+            setattr(s, name, getattr(call.sweep, name))
+        desk.done, desk.is_held, desk.num_bytes = call.done, bool(call.inside), call.kept_bytes
+        desk.is_new = False
+        s.pos, s.num_units = 0, s.tokens * s.top_k  # those of all ranks, or fewer
+
+    def _input(self, frame: Frame, group: int, layer: int) -> Tensor:
+        x = frame.activate(group)
+        if not self._memory.holds(x):
+            x = frame.x_TD = self._memory.copy(x)
+        return x
+
+    def _prepared(
+        self, frame: Frame, ops: tuple[Op, ...], x_TD: Tensor, new_step: NewStep
+    ) -> LayerOps:
+        size, memory, steps, keep = self._group.size, self._memory, [], []
+        place = memory.empty((size * len(ops) * ctypes.sizeof(LayerOpStruct),), torch.uint8).zero_()
+        structs = (LayerOpStruct * (size * len(ops))).from_address(place.data_ptr())
+        for i, (kind, _, group, lo, hi) in enumerate(ops):
+            parts = structs[i :: len(ops)]
+            for part in parts:
+                part.kind, part.lo, part.hi = kind, lo, hi
+            if kind is not OpKind.ATTN:
+                continue
+            step = frame.step_of(group, lo, hi, new_step)
+            steps.append(step)
+            tables = frame.rope.of(group, lo, hi, frame.tokens(group))
+            copies = [memory.copy(table) for table in tables]
+            spans = self._spans(step.spans, x_TD.dtype)
+            keep += [spans, *copies]
+            for part, own in zip(parts, spans, strict=True):
+                part.num_spans, part.whole = len(step.spans), step.num_attended == step.num_tokens
+                part.spans = own.data_ptr()
+                part.cos, part.sin = copies[0].data_ptr(), copies[-1].data_ptr()
+        return LayerOps(ops, structs, steps, (place, *keep))
+
+    def _spans(self, spans: Sequence[Span], dtype: torch.dtype) -> Tensor:
+        """Return the spans for each rank, [ranks, spans, 6], with the addresses of its KV."""
+        rows: list[list[list[int]]] = [[] for _ in range(self._group.size)]
+        for kv, at, lo, hi in spans:
+            for row, base in zip(rows, kv.bases(self._widths, dtype), strict=True):
+                row.append([*base, kv.capacity, at, lo, hi])
+        found = self._memory.empty((len(rows), len(spans), SPAN_INTS), torch.int64)
+        return found.copy_(torch.tensor(rows).view(found.shape))
+
+    def _buffers(
+        self, x_TD: Tensor, layer: Buffered, sizes: Sizes, storage: Storage | None
+    ) -> LayerBuffers:
+        assert isinstance(layer, RankLayer)
+        return RankBuffers(x_TD, layer, sizes, storage or SharedStorage(self._memory))
