@@ -62,6 +62,8 @@ class LayerBuffers:
         self.ints = whole[num : 3 * num]
         """The fields token_S and inverse_S of `Work`."""
         self.units = whole[3 * num :]
+        self.num_units = self.begun = 0
+        """Number of `units`, and the end of the range inside which the op was left; else 0."""
         self.places = self._places()
         """Fields of `_Sweep` except the destination of the layer's output."""
 
@@ -133,7 +135,7 @@ class LayerBuffers:
         combine = [part.kind for part in parts].index(OpKind.COMBINE)
         units_done = at.pos or (num_units if at.op >= combine else 0)
         if bank is not None and units_done:
-            if state.work is None:
+            if state.work is None or bank.residency is not None:  # the order may have changed
                 units = [Unit(*unit) for unit in self.units.view(-1, 3)[:num_units].tolist()]
                 state.work = Work.of(bank, self.ids_TK, self.ints, units, self.slots_SD)
             state.work.done[:units_done] = b"\1" * units_done
