@@ -75,8 +75,8 @@ class Residency:
 
     def layer(self, number: int) -> "LayerResidency":
         """Return the experts of one layer of the file."""
-        before = self._file.layers[:number]
-        return LayerResidency(self, number, sum(layer.num_experts for layer in before))
+        nums = [layer.num_experts for layer in self._file.layers]
+        return LayerResidency(self, number, sum(nums[:number]), nums[number])
 
     def slot(self, number: int) -> Tensor | None:
         """Return the bytes of an expert by its row of the table; None if it is not in memory."""
@@ -155,10 +155,12 @@ class LayerResidency:
         residency: Experts of all layers.
         number: Number of the layer in the file.
         first: First row of the layer in the table.
+        num: Number of experts.
     """
 
-    def __init__(self, residency: Residency, number: int, first: int) -> None:
-        self.all, self._number, self._first = residency, number, first
+    def __init__(self, residency: Residency, number: int, first: int, num: int) -> None:
+        self.all, self.num_experts = residency, num
+        self._number, self._first = number, first
 
     @property
     def table(self) -> int:
