@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from qllm.models.discover import base_model
-from qllm.models.weights.expert_file import in_file
+from qllm.models.weights.expert_file import all_in_file
 from qllm.models.weights.quantised_experts import QuantisedExperts, all_quantised
 from qllm.models.weights.quantised_linears import QuantisedLinear, all_linears
 
@@ -28,9 +28,8 @@ def identity(model: nn.Module, expert_weights: str = "auto", activations: str = 
     quantised = {**all_quantised(model), **all_linears(model)}
     for name, held in quantised.items():
         digest.update(f"{name}{held.kind}".encode() + held.sample())
-    for name, module in model.named_modules():
-        if (place := in_file(module)) is not None:
-            digest.update(f"{name}{place.layer.formats}{place.layer.checksums}".encode())
+    for name, place in all_in_file(model).items():
+        digest.update(f"{name}{place.digest()}".encode())
     for name, parameter in model.named_parameters():
         if parameter.device.type == "meta":
             digest.update(f"{name}{tuple(parameter.shape)}".encode())

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from qllm.errors import ModelError
 from qllm.models.around import is_experts
 from qllm.models.discover import PACKED
-from qllm.models.weights.expert_file import in_file
+from qllm.models.weights.expert_file import all_in_file, in_file
 from qllm.models.weights.quantised import refuse_quantised
 from qllm.models.weights.quantised_experts import WEIGHTS, all_quantised, quantised_in
 from qllm.models.weights.quantised_linears import all_linears
@@ -68,8 +68,7 @@ def refuse_unsafe(model: nn.Module, *, reads_files: bool = False) -> None:
         raise ModelError("use_kernels swaps modules for hub kernels; load with use_kernels=False")
     for name, module in model.named_modules():
         _refuse_elsewhere(name, module, reads_files)
-    experts = [*all_quantised(model)]
-    experts += [name for name, module in model.named_modules() if in_file(module) is not None]
+    experts = {*all_quantised(model), *all_in_file(model)}
     elsewhere = {f"{module}.{name}" for module in experts for name in WEIGHTS}
     elsewhere |= {f"{module}.weight" for module in all_linears(model)}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

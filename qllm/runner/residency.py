@@ -40,15 +40,14 @@ class Residency:
         self._slot_bytes = max(layer.expert_bytes for layer in file.layers)
         self.num_experts = sum(layer.num_experts for layer in file.layers)
         """Number of experts of all layers."""
-        all_bytes = sum(layer.num_bytes for layer in file.layers)
-        self.has_all = max_bytes >= all_bytes
+        self.has_all = max_bytes >= file.num_bytes
         """True if there is room for all experts, which then need no slots."""
         self.num_slots = 0 if self.has_all else max_bytes // self._slot_bytes
         if not self.has_all and self.num_slots < top_k:
             raise ConfigError(
                 f"max_bytes={max_bytes} has room for {self.num_slots} experts, and a token uses "
                 f"{top_k} experts of a layer, of {self._slot_bytes} bytes each; give at least "
-                f"{top_k * self._slot_bytes}, or {all_bytes} for all experts"
+                f"{top_k * self._slot_bytes}, or {file.num_bytes} for all experts"
             )
         self.clock = 0
         """Time of the last use of an expert: a number of ranges of work units."""

@@ -22,6 +22,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from torch import nn
+
 from qllm.block_file import (
     BLOCK,
     Blocks,
@@ -148,6 +150,11 @@ class ExpertFile:
     def is_direct(self) -> bool:
         """True if reads bypass the page cache."""
         return self._blocks.is_direct
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all experts."""
+        return sum(layer.num_bytes for layer in self.layers)
 
     def read(self, layer: int, expert: int, into: memoryview) -> None:
         """Read an expert.
@@ -306,6 +313,10 @@ class InFile(NamedTuple):
         """The layer in the file."""
         return self.file.layers[self.number]
 
+    def digest(self) -> str:
+        """Return a digest of every byte of the weights."""
+        return repr((self.layer.formats, self.layer.checksums))
+
 
 def leave_in_file(module: Any, place: InFile) -> None:
     """Mark a module of experts whose weights are in a file. Its forward raises a ModelError."""
@@ -317,6 +328,12 @@ def in_file(module: object) -> InFile | None:
     """Return the place of a module's experts in a file; None if they are not in one."""
     found: InFile | None = getattr(module, IN_FILE, None)
     return found
+
+
+def all_in_file(model: nn.Module) -> dict[str, InFile]:
+    """Return the places of all experts that are in a file, by the name of their module."""
+    found = {name: in_file(module) for name, module in model.named_modules()}
+    return {name: place for name, place in found.items() if place is not None}
 
 
 class _Refusal:
