@@ -23,6 +23,7 @@ from qllm.types import Grain
 from tests.support.experts_in_file import draw_residents, in_slots, loaded, residency_of, saved
 from tests.support.families import FAMILIES
 from tests.support.stops import (
+    NUM_PROMPTS,
     add_prompts,
     assert_same_ends,
     run_in_pieces,
@@ -38,6 +39,7 @@ from tests.support.sweeps import (
     next_row,
     prompt_of,
 )
+from tests.support.tiny_configs import tiny_model
 
 assert cpu.MISSING is None, cpu.MISSING
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -151,6 +153,33 @@ def test_memory_for_all_experts_needs_no_slots_and_no_more_reads(
     for runner, program in zip((expected, found), programs, strict=True):
         assert runner.run(program, START, Watched()) == program.end
     assert_same_ends(expected, found, programs)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    "family", ["jamba", "afmoe", "qwen3_next", "minimax", "aria_text", "granitemoehybrid"]
+)
+def test_layers_without_kernels_and_with_states_have_their_bits(
+    tmp_path: Path, family: str
+) -> None:
+    """The first layer of jamba reads a mark of its config, which no load may leave."""
+    tiny_model(family).bfloat16().save_pretrained(tmp_path)
+    expected = resident(tmp_path)
+    found = in_slots(tmp_path, expected.shape.experts_per_token)
+    programs = []
+    for runner in (expected, found):
+        for request in range(NUM_PROMPTS):
+            runner.add(request, list(range(1 + request, 22)), GREEDY, 21 - request, 30)
+        programs.append(whole_program(runner))
+        assert runner.run(programs[-1], START, Watched()) == programs[-1].end
+    assert_same_ends(expected, found, programs)
+    assert residency_of(found).num_reads > 0
+
+
+def test_layers_that_only_the_model_s_own_code_runs_are_refused(tmp_path: Path) -> None:
+    tiny_model("deepseek_v32").bfloat16().save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="its layers cannot be tried without weights"):
+        cpu_runner(loaded(tmp_path)[0])
 
 
 def test_many_requests_end_in_memory_for_the_experts_of_one_token(tmp_path: Path) -> None:
@@ -402,3 +431,14 @@ def test_files_of_other_weights_give_other_names_of_a_model(tmp_path: Path) -> N
         model.model.layers[0].mlp.experts.down_proj[1, 2, 3] += 1
     model.save_pretrained(folder)
     assert cpu_runner(loaded(folder)[0]).fingerprint() != one
+
+
+def test_the_reference_of_a_runner_reads_the_file_too(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "qwen3_moe")
+    runner, expected = in_slots(folder, 4), resident(folder, kernels="reference")
+    first = answer(runner, 1, 7)
+    with runner.as_reference():
+        assert "torch mm" in runner.names["experts"]
+        found = [answer(runner, 2, 9), answer(runner, 3, 12)]
+    assert found == [answer(expected, 2, 9), answer(expected, 3, 12)]
+    assert answer(runner, 1, 7) == first

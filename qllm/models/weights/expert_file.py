@@ -184,7 +184,7 @@ class ExpertFile:
                 "next load writes it again"
             )
 
-    def __deepcopy__(self, memo: object) -> "ExpertFile":
+    def __deepcopy__(self, _: object) -> "ExpertFile":
         """Return the file itself, which copies of a model share."""
         return self
 
