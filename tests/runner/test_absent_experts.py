@@ -83,7 +83,7 @@ def assert_same_steps(
 # -- the bits
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("num_tasks", [1, 5, 1 << 40])
 @pytest.mark.parametrize("more", [0, 1, 5])
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def move(one: TorchRunner, other: TorchRunner, program: Program, at: Index) -> N
     other.import_frame(program, at, tensors)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kernels", ["fast", "reference"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_checkpoint_with_units_in_another_order_continues_elsewhere(
