@@ -119,7 +119,7 @@ def stages() -> dict[str, str]:
     from qllm.cuda.backend import cuda_runner
     from qllm.runner import runner
 
-    runner.refuse_unsafe = lambda model: None  # this runner computes nothing
+    runner.refuse_unsafe = lambda model, **_: None  # this runner computes nothing
     runner.identity = lambda *_: ""  # type: ignore[assignment, misc]
     found = {}
     for name, model, how in models():

@@ -194,7 +194,7 @@ class DeviceWork(Work):
     def __init__(
         self, experts: DeviceExperts, ids_TK: Tensor, num_ranges: int, hits: Tensor
     ) -> None:
-        self._experts, self.ids_TK = experts, ids_TK
+        self._experts, self.ids_TK, self.residency = experts, ids_TK, None
         weights, num_slots = experts.weights, ids_TK.numel()
         num = max(1, min(num_ranges, weights.num_experts))
         self.bounds = [weights.num_experts * i // num for i in range(num + 1)]

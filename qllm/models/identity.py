@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from qllm.models.discover import base_model
+from qllm.models.weights.expert_file import all_in_file
 from qllm.models.weights.quantised_experts import QuantisedExperts, all_quantised
 from qllm.models.weights.quantised_linears import QuantisedLinear, all_linears
 
@@ -27,8 +28,10 @@ def identity(model: nn.Module, expert_weights: str = "auto", activations: str = 
     quantised = {**all_quantised(model), **all_linears(model)}
     for name, held in quantised.items():
         digest.update(f"{name}{held.kind}".encode() + held.sample())
+    for name, place in all_in_file(model).items():
+        digest.update(f"{name}{place.digest()}".encode())
     for name, parameter in model.named_parameters():
-        if name.rpartition(".")[0] in quantised and parameter.device.type == "meta":
+        if parameter.device.type == "meta":
             digest.update(f"{name}{tuple(parameter.shape)}".encode())
             continue
         flat = parameter.detach().reshape(-1)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from qllm.errors import ModelError
 from qllm.models.around import is_experts
 from qllm.models.discover import PACKED
-from qllm.models.weights.expert_file import IN_FILE
+from qllm.models.weights.expert_file import all_in_file, in_file
 from qllm.models.weights.quantised import refuse_quantised
 from qllm.models.weights.quantised_experts import WEIGHTS, all_quantised, quantised_in
 from qllm.models.weights.quantised_linears import all_linears
@@ -25,7 +25,8 @@ def _refuse_tensor(name: str, tensor: Tensor) -> None:
 
 
 def _refuse_experts(name: str, experts: Any) -> None:
-    if "forward" in vars(experts) and quantised_in(experts) is None:
+    is_ours = quantised_in(experts) is not None or in_file(experts) is not None
+    if "forward" in vars(experts) and not is_ours:
         raise ModelError(f"{name}.forward was replaced on the instance (expert parallelism?)")
     if getattr(experts, "_is_expert_parallel", False):
         raise ModelError(f"{name} is sharded over devices (expert parallelism)")
@@ -36,22 +37,27 @@ def _refuse_experts(name: str, experts: Any) -> None:
         raise ModelError(f"{name} has layout flags qllm does not know: {', '.join(unknown)}")
 
 
-def _refuse_elsewhere(name: str, module: nn.Module) -> None:
+def _refuse_elsewhere(name: str, module: nn.Module, reads_files: bool) -> None:
     """Refuse a module whose weights are not in its parameters."""
     if hasattr(module, PACKED):
         raise ModelError(
             f"the weights of {name} are packed for another runner; close that runner (or its "
             "engine) first, or load the model once more"
         )
-    if hasattr(module, IN_FILE):
+    place = in_file(module)
+    if place is not None and not reads_files:
         raise ModelError(
-            f"the experts of {name} are in {getattr(module, IN_FILE)}, and no runner reads "
+            f"the experts of {name} are in {place.file.path}, and only a runner on one CPU reads "
             "them there; load the model without a file of experts"
         )
 
 
-def refuse_unsafe(model: nn.Module) -> None:
+def refuse_unsafe(model: nn.Module, *, reads_files: bool = False) -> None:
     """Refuse a model that the drivers would run incorrectly.
+
+    Args:
+        model: Whole model.
+        reads_files: True if the runner reads experts that are in a file.
 
     Raises:
         ModelError: The model is unsafe; the text names the part and the reason.
@@ -61,11 +67,12 @@ def refuse_unsafe(model: nn.Module) -> None:
     if getattr(model, "use_kernels", False) or getattr(model, "_use_kernels", False):
         raise ModelError("use_kernels swaps modules for hub kernels; load with use_kernels=False")
     for name, module in model.named_modules():
-        _refuse_elsewhere(name, module)
-    quantised = {f"{module}.{name}" for module in all_quantised(model) for name in WEIGHTS}
-    quantised |= {f"{module}.weight" for module in all_linears(model)}
+        _refuse_elsewhere(name, module, reads_files)
+    experts = {*all_quantised(model), *all_in_file(model)}
+    elsewhere = {f"{module}.{name}" for module in experts for name in WEIGHTS}
+    elsewhere |= {f"{module}.weight" for module in all_linears(model)}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if name not in quantised:
+        if name not in elsewhere:
             _refuse_tensor(name, tensor)
     refuse_quantised(model)
     for name, module in model.named_modules():

@@ -93,6 +93,8 @@ class LayerBuffers:
         self.ints = whole[num : 3 * num]
         """The fields token_S and inverse_S of `Work`."""
         self.units = whole[3 * num :]
+        self.num_units = self.begun = 0
+        """Number of `units`, and the end of the range inside which the op was left; else 0."""
         self.places = self._places()
         """Fields of `SweepStruct` except the destination of the layer's output."""
 
@@ -164,7 +166,8 @@ class LayerBuffers:
         combine = [part.kind for part in parts].index(OpKind.COMBINE)
         units_done = at.pos or (num_units if at.op >= combine else 0)
         if bank is not None and units_done:
-            if state.work is None:
+            # the order of units may have changed
+            if state.work is None or bank.residency is not None:
                 state.work = self._work(bank, num_units)
                 units_done = units_done if at.pos else len(state.work.units)
             state.work.done[:units_done] = b"\1" * units_done

@@ -23,7 +23,6 @@ from qllm.kernels.cpu import is_usable
 from qllm.models.discover import LayerParts, ModelParts
 from qllm.models.parts.inventory import described, inventory
 from qllm.models.weights.activations import read_rows
-from qllm.models.weights.quantised_experts import quantised_in
 from qllm.models.weights.quantised_linears import is_read, linear_in
 from qllm.runner.invariance import find_invariance
 from qllm.runner.layers.around import AroundDriver
@@ -159,8 +158,9 @@ class Compute:
         if self._native["experts"]:
             for layer in parts.layers:
                 if layer.experts is not None and is_covered(layer.experts):
-                    held = quantised_in(layer.experts) is not None
-                    found |= {id(w) for w in layer.experts.parameters() if held or is_usable(w)}
+                    found |= {
+                        id(w) for w in layer.experts.parameters() if w.is_meta or is_usable(w)
+                    }
         if self._native["head"]:
             linears.append(parts.lm_head)
         return found | {id(m.weight) for m in linears if is_read(m)}

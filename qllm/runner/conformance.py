@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from qllm.errors import ConfigError, ModelError
 from qllm.models.discover import base_model, discover
+from qllm.models.weights.expert_file import all_in_file
 from qllm.plan import NO_STOP, Plan, Row
 from qllm.runner import reference
 from qllm.runner.layers.around import AroundDriver
@@ -85,8 +86,14 @@ def check(model: nn.Module, runner: "TorchRunner") -> None:
     Raises:
         ModelError: Runner and model differ, or a layer cannot be driven; the message names family,
             layer and driver.
-        ConfigError: There is too little KV.
+        ConfigError: There is too little KV, or experts are in a file.
     """
+    place = next(iter(all_in_file(model).values()), None)
+    if place is not None:
+        raise ConfigError(
+            f"the start-up check needs all experts in memory, and they are in {place.file.path}; "
+            "set conformance=False"
+        )
     tokens = _tokens(model, runner)
     with torch.inference_mode():
         _check_chunks(runner)

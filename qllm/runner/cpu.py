@@ -3,11 +3,12 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from qllm.errors import DeviceError
+from qllm.errors import DeviceError, InvariantError
 from qllm.kernels import cpu
 from qllm.models.discover import ModelParts, base_model
 from qllm.models.heard import warn_of_unheard
@@ -77,7 +78,8 @@ def cpu_runner(
             )
         return CpuBackend(model, parts, compute, max_segment_ms, batch_invariant)
 
-    return TorchRunner(model, backend, rounding=(expert_weights, activations), clock=clock)
+    rounding = expert_weights, activations
+    return TorchRunner(model, backend, rounding=rounding, reads_files=True, clock=clock)
 
 
 class CpuBackend:
@@ -196,7 +198,15 @@ class CpuBackend:
         if not self.sweep.covers(program.ops[at.op]):
             return None
         sizes = Amounts(self.costs, self.cuts.expert_block, runner.on_segment is not None)
-        return self.sweep.run(frame, program, at, stop, runner.new_step, sizes)
+        run = partial(self.sweep.run, frame, program, at, stop, runner.new_step, sizes)
+        swept = run()
+        if swept.missing is None or swept.at != at:
+            return swept
+        with swept.missing.in_memory():
+            swept = run()
+        if swept.missing is not None and swept.at == at:
+            raise InvariantError("no unit of an expert ran, and all its experts are in memory")
+        return swept
 
     def pace(self) -> None:
         """Do nothing, because no work is queued on a CPU."""

@@ -533,6 +533,8 @@ class Frame:
             out["work.ids"] = layer.work.ids_TK.clone()
             out["work.slots"] = layer.work.slots_SD.clone()
             out["work.done"] = torch.tensor(list(layer.work.done), dtype=torch.uint8)
+            if layer.work.residency is not None:  # else the ids decide the order
+                out["work.units"] = torch.tensor(layer.work.units)
         if self.head is not None:
             out.update(self.head.export())
         group = -1 if self.group is None else self.group

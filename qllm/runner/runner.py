@@ -50,6 +50,7 @@ class TorchRunner:
         make_backend: Factory of the backend, from the parts of the model.
         rounding: `expert_weights` and `activations` of `EngineConfig`, which are part of the
             identity.
+        reads_files: True if the backend reads experts that are in a file.
         clock: Clock in nanoseconds that measures segments.
 
     Raises:
@@ -64,9 +65,10 @@ class TorchRunner:
         make_backend: Callable[[ModelParts], Backend],
         *,
         rounding: tuple[str, str] = ("auto", "bf16"),
+        reads_files: bool = False,
         clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
-        refuse_unsafe(model)
+        refuse_unsafe(model, reads_files=reads_files)
         self.model = model
         self.parts = parts = discover(model)
         self.segments: Segments = Longest()
@@ -366,9 +368,11 @@ class TorchRunner:
         """Run one range of work units; return the next position, 0 when the op is done."""
         state = frame.layer
         work = state.work or self._start_experts(state, op, frame.grain)
-        x, stop = state.experts_x_TD, work.end_of_range(pos, self.backend.costs)
+        x = state.experts_x_TD
         assert x is not None
-        frame.slots_done += work.run(x, pos, stop)
+        with work.in_memory(pos):
+            stop = work.end_of_range(pos, self.backend.costs)
+            frame.slots_done += work.run(x, pos, stop)
         self._bytes_read += work.bytes_read(pos, stop)
         if stop < len(work.units):
             return stop
@@ -474,7 +478,7 @@ class TorchRunner:
                 layer = program.ops[index.op].layer
                 work = self.backend.new_work(layer, here["work.ids"], program.grain)
                 frame.layer.work = work
-                work.restore(here["work.slots"], here["work.done"])
+                work.restore(here["work.slots"], here["work.done"], here.get("work.units"))
             frame.dead = set(program.request_ids) - self.requests.keys()
             if index == program.end and frame.head is not None:
                 members = program.groups[program.ops[-1].group]

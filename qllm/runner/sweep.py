@@ -9,6 +9,7 @@ kernels/cpu/sweep.cpp.
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from ctypes import c_double, c_float, c_int64, c_void_p
 from typing import Any, NamedTuple, Protocol
 
@@ -32,6 +33,7 @@ from qllm.runner.layers.native_experts import NativeBank
 from qllm.runner.layers.work import Bank, Work
 from qllm.runner.polling import let_poll
 from qllm.runner.protocol import Stop
+from qllm.runner.residency import LayerResidency
 from qllm.scheduler.program import Index, Op, OpKind, Ops, Program, Stretch
 
 
@@ -123,6 +125,9 @@ class SweepStruct(ctypes.Structure):
         ("slots_done", c_int64),
         ("expert_bytes", c_int64),
         ("failed", c_int64),
+        ("begun", c_int64),
+        ("missing", c_int64),
+        ("clock", c_int64),
         ("rank", c_void_p),
         ("desk", c_void_p),
         ("heads", c_void_p),
@@ -143,6 +148,19 @@ class Amounts(NamedTuple):
     """True to return after the first op or range."""
 
 
+class Missing(NamedTuple):
+    """Experts that a call needs and that are not in memory."""
+
+    residency: LayerResidency
+    experts: tuple[int, ...]
+    """Numbers of the experts, in the order of their units. If a range has begun, these are all
+    experts of the range."""
+
+    def in_memory(self) -> AbstractContextManager[None]:
+        """Hold these experts in memory inside the `with` block, as many as fit."""
+        return self.residency.pinned(self.experts)
+
+
 class Swept(NamedTuple):
     """The result of one native call."""
 
@@ -156,6 +174,8 @@ class Swept(NamedTuple):
     """Kind of the op in which `longest_ns` was measured."""
     expert_bytes: int
     """Bytes of weights of the experts that had a work unit; 0 if the device counts the bytes."""
+    missing: Missing | None = None
+    """Experts without which the op at `at` cannot continue; None if it can."""
 
     def segment_ns(self, whole_ns: int) -> int:
         """Return the longest time without a poll, including the caller's time around the polls."""
@@ -229,6 +249,9 @@ class Sweep:
         self._num_experts = max((bank.num_experts for bank in banks if bank is not None), default=0)
         """Largest number of experts of any layer. One call uses the same buffers for several
         layers."""
+        held = (bank.residency for bank in banks if bank is not None)
+        self._residency = next((one.all for one in held if one is not None), None)
+        """Residency of all layers whose experts are in a file."""
         self._structs: Any = None
         self._spare: dict[bool, LayerBuffers] = {}
         """Buffers of the previous call, for dense layers and for layers with experts. A frame that
@@ -292,7 +315,7 @@ class Sweep:
             sizes: Amounts of work that the call does at once.
 
         Returns:
-            Work that the call has done.
+            Work that the call has done. It is none if an expert is missing at `at`.
 
         Raises:
             InvariantError: Expert work units ran out of order (I1), or the sweep is not entered.
@@ -310,6 +333,8 @@ class Sweep:
         units_done = at.pos if kind is OpKind.EXPERTS else 0
         _check_units(work, ahead.ops[part], units_done)
         space = self._space(frame, layer, x, sizes.unit_rows, part > 0)
+        begun = space.begun if kind is OpKind.EXPERTS and frame.course is not None else 0
+        num_units = 0 if work is None else len(work.units)
         carried = self._carried(frame, layer, ahead, part)
         inside = frame.course or self.courses.take()
         s = SweepStruct(
@@ -331,12 +356,16 @@ class Sweep:
             layer=layer,
             part=part,
             pos=units_done,
-            num_units=0 if work is None else len(work.units),
+            num_units=space.num_units if begun else num_units,
+            begun=begun,
+            clock=0 if self._residency is None else self._residency.clock,
         )
         let_poll(s, stop, program.stop_below, program.grain)
         self._call(s)
         if s.failed:
             raise ModelError(f"the router of layer {s.layer} gave an id that is no expert's")
+        if self._residency is not None:
+            self._residency.clock = s.clock
         tasks_done = inside.done
         frame.course = self.courses.keep(inside)
         if carried is not None and (s.num_layers or s.part > part):
@@ -347,7 +376,16 @@ class Sweep:
         pos = s.pos if ahead.ops[s.part].kind is OpKind.EXPERTS else tasks_done
         index = Index(first + (s.layer - stretch.start) * num + s.part, pos)
         longest = OpKind(s.longest_kind)
-        return Swept(index, s.call_ns, s.longest_ns, longest, s.expert_bytes)
+        missing = self._missing(s, space) if s.missing else None
+        return Swept(index, s.call_ns, s.longest_ns, longest, s.expert_bytes, missing)
+
+    def _missing(self, s: SweepStruct, space: LayerBuffers) -> Missing:
+        """Return the experts of the range that has begun, or of all units that are not done."""
+        bank = self._banks[s.layer]
+        assert bank is not None
+        assert bank.residency is not None
+        units = space.units.view(-1, 3)[s.pos : s.begun or s.num_units, 0]
+        return Missing(bank.residency, tuple(dict.fromkeys(units.tolist())))
 
     def _call(self, s: SweepStruct) -> None:
         """Run the native call."""
@@ -454,6 +492,7 @@ class Sweep:
     ) -> None:
         """Bring the frame into the state that the same ops leave when they run one by one."""
         frame.slots_done += s.slots_done
+        space.num_units, space.begun = s.num_units, s.begun
         for step in ahead.steps if s.num_layers else ahead.steps[: s.part]:
             step.reach()
         if s.num_layers:

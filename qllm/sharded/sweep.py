@@ -109,7 +109,7 @@ class RankSweep(Sweep):
         self._layers, self._widths = layers, layers[0].slab[1:]
         self._num_experts = max((bank.num_experts for bank in banks if bank is not None), default=0)
         self._structs = group.own.structs
-        self._spare = {}
+        self._spare, self._residency = {}, None
         self.courses = self.desks = Desks()
         place = memory.empty((ctypes.sizeof(SweepCall),), torch.uint8).zero_()
         self._place, self._shared = place, SweepCall.from_address(place.data_ptr())
@@ -129,6 +129,7 @@ class RankSweep(Sweep):
             setattr(s, name, getattr(call.sweep, name))
         desk.done, desk.is_held, desk.num_bytes = call.done, bool(call.inside), call.kept_bytes
         desk.is_new = False
+        s.begun = 0
         s.pos, s.num_units = 0, s.tokens * s.top_k  # those of all ranks, or fewer
 
     def _input(self, frame: Frame, group: int, layer: int) -> Tensor:

@@ -141,6 +141,7 @@ class Sized:
     """The sizes that `Work` reads of a bank."""
 
     kernel, num_experts, out_width, dtype, unit_bytes = "", NUM, HIDDEN, torch.bfloat16, 0
+    residency = None
 
 
 @pytest.mark.parametrize("form", EXPERT_FORMATS)

@@ -42,7 +42,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "HeadCall": head.HeadCall,
     "EmbedCall": head.EmbedCall,
 }
-INTEGERS = {"Span": 6, "Unit": 3, "DeltaSpan": deltas.SPAN_BYTES // 8}
+INTEGERS = {"Span": 6, "Unit": 3, "Slot": 2, "DeltaSpan": deltas.SPAN_BYTES // 8}
 """Structs that are arrays of so many 64-bit integers in Python."""
 KINDS = {
     ctypes.c_int64: "std::is_integral_v<{}> || std::is_enum_v<{}>",

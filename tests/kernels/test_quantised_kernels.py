@@ -268,7 +268,9 @@ E = 3
 
 def slots_of(experts: Experts, x: Tensor, rows: int) -> Tensor:
     """Slots of every token at every expert, units of at most `rows` rows."""
-    bank: Any = SimpleNamespace(num_experts=E, out_width=x.shape[1], dtype=torch.bfloat16)
+    bank: Any = SimpleNamespace(
+        num_experts=E, out_width=x.shape[1], dtype=torch.bfloat16, residency=None
+    )
     work = Work(bank, torch.arange(E).repeat(len(x), 1), rows)
     units = work.flat.buffer_info()[0]
     experts.run(x, work.token_S, units, len(work.units), work.slots_SD)

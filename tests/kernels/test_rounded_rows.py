@@ -178,7 +178,7 @@ E, D, F = 3, 72, 40
 
 
 def slots_of(experts: Experts, x: Tensor, rows: int) -> Tensor:
-    bank: Any = SimpleNamespace(num_experts=E, out_width=D, dtype=torch.bfloat16)
+    bank: Any = SimpleNamespace(num_experts=E, out_width=D, dtype=torch.bfloat16, residency=None)
     work = Work(bank, torch.arange(E).repeat(len(x), 1), rows)
     experts.run(x, work.token_S, work.flat.buffer_info()[0], len(work.units), work.slots_SD)
     return work.slots_SD

@@ -132,9 +132,9 @@ def test_a_frame_that_is_parked_goes_on_with_another_number_of_ranks(
     assert whole_run.run(program, START, Watched()) == program.end
     tokens = [s.token_id for s in whole_run.finish(program)]
     kinds: Counter[OpKind] = Counter()
-    for num_tasks in range(1, 3000, 37):
+    for num_tasks in sorted({int(1.13**i) for i in range(64)}):
         program = whole_program(one)
-        at = one.run(program, START, Asked(num_tasks))
+        at = one.run(program, one.run(program, START, Asked(1)), Asked(num_tasks))
         if at == program.end:
             break
         kinds[program.ops[at.op].kind] += 1
@@ -151,7 +151,7 @@ def test_a_frame_that_is_parked_goes_on_with_another_number_of_ranks(
             assert all(torch.equal(found[x], expected[x]) for x in expected)
             other.remove(request)
         one.drop(program)
-    assert len(kinds) >= 4, kinds
+    assert len(kinds) >= 3, kinds
     for runner in (whole_run, one, other):
         runner.close()
 

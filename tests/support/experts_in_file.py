@@ -1,6 +1,7 @@
 """Experts that were loaded into a file, and the packed experts of a load without a file."""
 
 import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from qllm.models.loader import load
 from qllm.models.weights.expert_file import ExpertFile, room_for
 from qllm.models.weights.experts_in_file import ExpertsInFile
 from qllm.runner.cpu import cpu_runner
+from qllm.runner.residency import Residency
+from qllm.runner.runner import TorchRunner
 from tests.support.copies import copy_into
 from tests.support.families import make_model
 
@@ -85,3 +88,33 @@ def flip_weight(folder: Path, name: str) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert path.stat().st_size == times.st_size
+
+
+def in_slots(folder: Path, num_slots: int, how: str = "auto", **settings: Any) -> TorchRunner:
+    """Return a runner with memory for so many experts, in ops that stop between all tasks.
+
+    The experts are in a file beside the weights, which is written first if it is not there.
+    """
+    slot_bytes = max(layer.expert_bytes for layer in loaded(folder, how)[1].layers)
+    model, _ = loaded(folder, how, num_slots * slot_bytes)
+    return cpu_runner(model, max_segment_ms=float("inf"), expert_weights=how, **settings)
+
+
+def residency_of(runner: TorchRunner) -> Residency:
+    """Return the residency of the experts of a runner."""
+    held = [bank.residency for bank in runner.backend.compute.banks if bank is not None]
+    assert held[0] is not None
+    return held[0].all
+
+
+def draw_residents(runner: TorchRunner, rng: random.Random) -> None:
+    """Put a drawn set of experts in memory, and no others."""
+    residency = residency_of(runner)
+    residency.leave()
+    residency.enter()
+    banks = [bank.residency for bank in runner.backend.compute.banks if bank is not None]
+    for layer in rng.sample(banks, rng.randint(0, len(banks))):
+        assert layer is not None
+        num = rng.randint(1, residency.num_slots)
+        with layer.pinned(rng.sample(range(layer.num_experts), min(num, layer.num_experts))):
+            pass

@@ -11,6 +11,7 @@ from torch import nn
 
 from qllm import kernels
 from qllm.engine.storage.file import Layout
+from qllm.models.weights.expert_file import all_in_file
 from qllm.models.weights.quantised_experts import QuantisedExperts, all_quantised
 from qllm.models.weights.quantised_linears import QuantisedLinear, all_linears
 from qllm.models.weights.quantised_weights import checksum
@@ -62,6 +63,7 @@ def weights_digest(model: nn.Module) -> str:
         sums: list[object] = list(pool.map(checksum, plain))
         sums += zip(buffers, pool.map(checksum, buffers.values()), strict=True)
         sums += zip(quantised, pool.map(_digest, quantised.values()), strict=True)
+    sums += [(name, place.digest()) for name, place in all_in_file(model).items()]
     return blake2b(repr(sums).encode(), digest_size=16).hexdigest()
 
 

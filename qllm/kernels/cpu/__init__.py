@@ -130,11 +130,12 @@ def huge_empty(numel: int) -> Tensor:
     (measured: 15 against 29 GB/s on a Zen 4 core), because the prefetchers stop at the end of each
     page. The memory is freed with the tensor.
     """
-    size = max(1, numel) * 2
+    num = max(1, numel)
+    size = num * 2
     memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.bfloat16, count=numel)
+    return torch.frombuffer(memory, dtype=torch.bfloat16, count=num)[:numel]
 
 
 class Arena:

@@ -5,6 +5,7 @@ Activations and sums are the same for all.
 """
 
 import ctypes
+from collections.abc import Mapping
 from ctypes import c_float, c_int64, c_void_p
 from typing import NamedTuple
 
@@ -37,6 +38,11 @@ class _Experts(ctypes.Structure):
         ("down_format", c_void_p),
         ("alpha", c_float),
         ("limit", c_float),
+        ("slots", c_void_p),
+        ("up_at", c_int64),
+        ("down_at", c_int64),
+        ("up_scale_at", c_int64),
+        ("down_scale_at", c_int64),
     )
 
 
@@ -85,7 +91,7 @@ class Int8Stack:
         shape = (num, -(-k // self._group), -(-n // 16) * 16)
         self.scales = torch.zeros(shape, dtype=torch.float32)
         """fp32 [E, groups, outputs]; outputs are padded to a multiple of 16."""
-        self.num_bytes = size + self.scales[0].numel() * 4
+        self.num_bytes = size + shape[1] * shape[2] * 4
         """Bytes of one weight."""
 
     def pack(self, expert: int, weight_NK: Tensor) -> None:
@@ -205,6 +211,19 @@ class Experts:
         self._struct = _Experts(*weights, *scaled, *biased, *shape, group or 0, *formed, *gate)
         self.address = ctypes.addressof(self._struct)
 
+    def place(self, table: int, starts: Mapping[str, int], num: int) -> None:
+        """Compute with experts that each have a slot, in place of these packed weights.
+
+        Args:
+            table: Address of a `Slot` of kernels.h for each expert. The slot of an expert must be
+                set while a unit of the expert runs.
+            starts: First byte of each part in a slot, by the names of `parts`.
+            num: Number of experts.
+        """
+        self._struct.slots, self._struct.num = table, num
+        for name, start in starts.items():
+            setattr(self._struct, f"{name}_at", start)
+
     def pack(self, expert: int, up: Tensor | Quantised, down: Tensor | Quantised) -> None:
         """Pack one expert's weights, [2F, D] (gate first) and [D, F].
 
@@ -217,6 +236,10 @@ class Experts:
         """Write one expert's weights: bf16 bit for bit as packed, others rounded to bf16."""
         self._up.unpack(expert, up)
         self._down.unpack(expert, down)
+
+    def unpack_one(self, expert: int, out_NK: Tensor, *, down: bool) -> None:
+        """Write the values of one expert's up or down weight, as `unpack` does."""
+        (self._down if down else self._up).unpack(expert, out_NK)
 
     def parts(self, expert: int) -> dict[str, Tensor]:
         """Return the packed bytes of one expert, uint8 [bytes] that share its memory, by name.

@@ -155,6 +155,12 @@ struct Router {
   int64_t experts() const { return weight.n / terms; }
 };
 
+// The place of an expert that may be read from a file.
+struct Slot {
+  const uint8_t* packed;  // its parts, see Experts; null while it is not in memory
+  int64_t used;           // time of its last use, see Sweep
+};
+
 // The experts of one layer: up is [2F, D] (gate first), down is [D, F]. With a limit of 0 the gate
 // is SwiGLU, else (gpt_oss) gate and up are clamped: (up + 1) * gate * sigmoid(alpha * gate).
 struct Experts {
@@ -165,6 +171,8 @@ struct Experts {
   int64_t group;                       // of int8; 0: the weights are bf16, or have formats
   const Format *up_format, *down_format;
   float alpha, limit;
+  Slot* slots;  // [E], where each expert lies by itself; or null
+  int64_t up_at, down_at, up_scale_at, down_scale_at;  // bytes before its parts there
 };
 
 // A SwiGLU for all rows, packed as one expert; the sigmoid of `gate` [1, D], if there is one,

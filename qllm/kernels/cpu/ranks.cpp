@@ -124,6 +124,7 @@ void run(const Kernels& kernels, Rank& rank, SweepCall& call) {
   s.units = desk.units.data();
   s.pos = desk.pos;
   s.num_units = desk.num_units;
+  s.begun = 0;  // ranges have the same units again
   if (rank.rank) {
     s.watch = (const int64_t*)&g.stopped;
     s.seen = g.stopped_before;

@@ -141,12 +141,16 @@ bool start_experts(Sweep& s, const Layer& layer) {
   return true;
 }
 
-// The end of the range of units that starts at `s.pos`.
-int64_t end_of_range(const Sweep& s) {
+// The range of units that starts at `s.pos` ends here, or at `s.pos` if an expert is missing.
+int64_t end_of_range(Sweep& s, const Experts& experts) {
+  auto is_here = [&](const Unit& u) { return !experts.slots || experts.slots[u.expert].packed; };
+  Unit *begin = s.units + s.pos, *end = s.units + s.num_units;
+  if (s.begun) return std::all_of(begin, s.units + s.begun, is_here) ? s.begun : s.pos;
+  if (experts.slots) std::stable_partition(begin, end, is_here);
   int64_t stop = s.pos, rows = 0;
   for (double ns = 0; stop < s.num_units && ns < s.range_ns; stop++) {
     int64_t num = s.units[stop].hi - s.units[stop].lo;
-    if (stop > s.pos && rows + num > s.range_rows) break;
+    if (!is_here(s.units[stop]) || (stop > s.pos && rows + num > s.range_rows)) break;
     rows += num;
     ns += s.unit_ns + double(num) * s.row_ns;
   }
@@ -154,13 +158,18 @@ int64_t end_of_range(const Sweep& s) {
 }
 
 void end_range(Sweep& s, const Layer& layer, int64_t stop) {
-  for (int64_t i = s.pos; i < stop; i++)
-    if (!i || s.units[i].expert != s.units[i - 1].expert) s.expert_bytes += layer.expert_bytes;
   bool is_done = stop == s.num_units;
+  s.clock++;
+  for (int64_t i = s.pos; i < stop; i++) {
+    const Unit& u = s.units[i];
+    if (!i || u.expert != s.units[i - 1].expert) s.expert_bytes += layer.expert_bytes;
+    if (layer.experts->slots) layer.experts->slots[u.expert].used = s.clock;
+  }
   // What a rank has done may be forgotten until all have done it
-  int64_t from = s.rank ? 0 : s.pos, to = s.rank && !is_done ? 0 : stop;
-  if (from < to) s.slots_done += s.units[to - 1].hi - s.units[from].lo;
+  int64_t from = s.rank ? 0 : s.pos, to = s.rank && !is_done ? from : stop;
+  for (int64_t i = from; i < to; i++) s.slots_done += s.units[i].hi - s.units[i].lo;
   s.pos = is_done ? 0 : stop;
+  s.begun = 0;
 }
 
 void combine(const Kernels& k, const Sweep& s, const Layer& layer, const LayerOp& part) {
@@ -209,7 +218,9 @@ void run(const Kernels& kernels, Sweep& s) {
   while (s.layer < s.end_layer) {
     const Layer& layer = s.layers[s.layer];
     const LayerOp& part = s.parts[s.part];
-    int64_t stop = 0;
+    int64_t stop = s.begun ? end_of_range(s, *layer.experts) : 0;
+    s.missing = s.begun && stop == s.pos;
+    if (s.missing) return;  // without the course, which stays inside the op
     s.course->begin(polls);
     switch (part.kind) {
       case kAttn:
@@ -217,10 +228,16 @@ void run(const Kernels& kernels, Sweep& s) {
         break;
       case kRoute: (s.rank ? route_on_rank : route)(kernels, s, layer, part); break;
       case kExperts:
-        s.failed = !s.pos && !start_experts(s, layer);
-        if (s.failed) break;
-        stop = end_of_range(s);
-        kernels.experts(s.slots, s.normed, s.token, s.units + s.pos, stop - s.pos, *layer.experts);
+        s.failed = !s.pos && !s.begun && !start_experts(s, layer);
+        stop = s.failed ? s.pos : end_of_range(s, *layer.experts);
+        if (s.failed || (stop == s.pos && stop < s.num_units)) {
+          s.course->end();
+          s.missing = !s.failed;
+          return;
+        }
+        if (s.pos < stop)  // a rank may have no units
+          kernels.experts(s.slots, s.normed, s.token, s.units + s.pos, stop - s.pos,
+                          *layer.experts);
         if (s.rank && stop == s.num_units) s.course->meet(*s.rank);
         break;
       case kCombine:
@@ -234,7 +251,11 @@ void run(const Kernels& kernels, Sweep& s) {
       s.longest_ns = longest;
       s.longest_kind = part.kind;
     }
-    if (!done || s.failed) return;
+    if (!done) {
+      s.begun = stop;
+      return;
+    }
+    if (s.failed) return;
     if (part.kind == kExperts) end_range(s, layer, stop);
     if (!s.pos && ++s.part == s.num_parts) finish_layer(s);
     if (s.single || (may_stop(s) && asked(s, polls))) return;

@@ -82,6 +82,12 @@ struct Sweep {
   int64_t num_layers, call_ns, longest_ns, longest_kind, slots_done, expert_bytes;
   int64_t failed;  // a router gave an id of no expert
 
+  // Experts that may be read from a file. Units of experts in memory move before the others. A call
+  // returns at the first unit whose expert is missing. A range that was left keeps its units.
+  int64_t begun;    // end of the range inside which the op was left; or 0
+  int64_t missing;  // the call returned because an expert is not in memory
+  int64_t clock;    // time of the last use of an expert: a number of ranges
+
   // Of a rank: see ranks.h. Else null.
   Rank* rank;
   struct Desk* desk;

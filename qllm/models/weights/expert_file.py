@@ -22,6 +22,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from torch import nn
+
 from qllm.block_file import (
     BLOCK,
     Blocks,
@@ -39,7 +41,7 @@ MAGIC, END = b"qllm-ex\x01", b"qllm-ee\x01"
 which the kernels read packed weights."""
 KIND = "file of experts"
 IN_FILE = "qllm_in_file"
-"""Attribute of a module of experts whose weights are in a file: the path of the file."""
+"""Attribute of a module of experts whose weights are in a file: an `InFile`."""
 LINE = 64
 """Alignment in bytes of the parts of an expert: a cache line."""
 LONGEST = (1 << 64) - 1
@@ -135,7 +137,7 @@ class ExpertFile:
     """
 
     def __init__(self, path: Path, says: Mapping[str, str], blocks: type[Blocks] = Blocks) -> None:
-        self.path = path
+        self.path, self.says = path, dict(says)
         if path.is_symlink() or not path.is_file():
             what = "a symbolic link" if path.is_symlink() else "no regular file"
             raise _unusable(path, f"it is {what}")
@@ -148,6 +150,11 @@ class ExpertFile:
     def is_direct(self) -> bool:
         """True if reads bypass the page cache."""
         return self._blocks.is_direct
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all experts."""
+        return sum(layer.num_bytes for layer in self.layers)
 
     def read(self, layer: int, expert: int, into: memoryview) -> None:
         """Read an expert.
@@ -176,6 +183,10 @@ class ExpertFile:
                 f"expert {expert} of {own.name} in {self.path} {what}; delete the file, and the "
                 "next load writes it again"
             )
+
+    def __deepcopy__(self, _: object) -> "ExpertFile":
+        """Return the file itself, which copies of a model share."""
+        return self
 
     def close(self) -> None:
         """Close the file. Idempotent."""
@@ -288,10 +299,41 @@ def file_bytes(layers: Sequence[ExpertLayer]) -> int:
     return 2 * BLOCK + sum(layer.num_bytes for layer in layers) + len(table)
 
 
-def leave_in_file(module: Any, name: str, path: Path) -> None:
+class InFile(NamedTuple):
+    """The place of the weights of one module of experts."""
+
+    file: ExpertFile
+    number: int
+    """Number of the layer in the file."""
+    max_bytes: int
+    """Most bytes of experts of all layers in memory."""
+
+    @property
+    def layer(self) -> ExpertLayer:
+        """The layer in the file."""
+        return self.file.layers[self.number]
+
+    def digest(self) -> str:
+        """Return a digest of every byte of the weights."""
+        return repr((self.layer.formats, self.layer.checksums))
+
+
+def leave_in_file(module: Any, place: InFile) -> None:
     """Mark a module of experts whose weights are in a file. Its forward raises a ModelError."""
-    setattr(module, IN_FILE, str(path))
-    module.forward = _Refusal(name, path)
+    setattr(module, IN_FILE, place)
+    module.forward = _Refusal(place.layer.name, place.file.path)
+
+
+def in_file(module: object) -> InFile | None:
+    """Return the place of a module's experts in a file; None if they are not in one."""
+    found: InFile | None = getattr(module, IN_FILE, None)
+    return found
+
+
+def all_in_file(model: nn.Module) -> dict[str, InFile]:
+    """Return the places of all experts that are in a file, by the name of their module."""
+    found = {name: in_file(module) for name, module in model.named_modules()}
+    return {name: place for name, place in found.items() if place is not None}
 
 
 class _Refusal:
@@ -305,7 +347,8 @@ class _Refusal:
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
         raise ModelError(
-            f"the experts of {self._name} are in {self._path}, so its own forward cannot run"
+            f"the experts of {self._name} are in {self._path}, so its own forward cannot run; use "
+            "a runner, or load the model without a file of experts"
         )
 
 

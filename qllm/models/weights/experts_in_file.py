@@ -35,6 +35,7 @@ from qllm.models.weights.expert_file import (
     ExpertFile,
     ExpertLayer,
     ExpertWriter,
+    InFile,
     file_bytes,
     leave_in_file,
     parts_of,
@@ -62,9 +63,9 @@ class ExpertsInFile:
 
     Args:
         path: The file, in a folder that exists.
-        max_bytes: Most bytes of experts in memory during a load. Read buffers of up to 64 MiB may
-            stay in addition. If the experts of a layer differ in format, one parameter of the layer
-            is read whole.
+        max_bytes: Most bytes of experts in memory, during a load and in a runner. During a load,
+            read buffers of up to 64 MiB may stay in addition. If the experts of a layer differ in
+            format, one parameter of the layer is read whole.
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
@@ -143,10 +144,10 @@ class ExpertsInFile:
 
     def enter(self, model: nn.Module) -> list[str]:
         """Give the model's experts parameters without memory; return a format for each layer."""
-        for source in self._sources:
+        for number, source in enumerate(self._sources):
             empty, own = source.module._parameters, model.get_submodule(source.path)
             own._parameters.update({name: empty[name] for name in WEIGHTS})
-            leave_in_file(own, source.path, self._path)
+            leave_in_file(own, InFile(self.file, number, self._max_bytes))
         return [f"{_kind_of(layer)} in a file" for layer in self.file.layers]
 
     # -- the file

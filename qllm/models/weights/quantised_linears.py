@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from qllm.kernels import cpu, rounded
 from qllm.kernels.cpu.quantised import problem_of
 from qllm.kernels.quantised import Quantised
+from qllm.models.weights.expert_file import all_in_file
 from qllm.models.weights.quantised_experts import ATTRIBUTE, QuantisedExperts, all_quantised
 from qllm.models.weights.quantised_weights import checksum, sample_of, tensors_of
 
@@ -103,11 +104,13 @@ def is_read(module: Any) -> bool:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Return the bytes of a model's weights; quantised weights count as stored."""
+    """Return the bytes of a model's weights in memory; quantised weights count as stored."""
     plain = sum(p.nbytes for p in model.parameters() if p.device.type != "meta")
     held: list[QuantisedExperts | QuantisedLinear]
     held = [*all_quantised(model).values(), *all_linears(model).values()]
-    return plain + sum(one.num_bytes for one in held)
+    # a runner has this much of the experts that are in a file
+    found = [min(p.max_bytes, p.file.num_bytes) for p in all_in_file(model).values()]
+    return plain + sum(one.num_bytes for one in held) + max(found, default=0)
 
 
 def staying(model: nn.Module, names: Iterable[str]) -> set[str]:

@@ -42,7 +42,7 @@ from qllm.models.weights.quantised_experts import (
     pack_experts,
     say_rounded,
 )
-from qllm.models.weights.quantised_linears import QuantisedLinear, fits, staying
+from qllm.models.weights.quantised_linears import QuantisedLinear, all_linears, fits, staying
 from qllm.models.weights.quantised_weights import AnyWeights, DeviceWeights, Weights
 
 OUTPUTS_FIRST = ("mxfp4", *ROUNDINGS)
@@ -308,6 +308,11 @@ def _forget_method(model: Any) -> None:
             delattr(model, name)
     for config in (model.config, getattr(model, "generation_config", None)):
         vars(config).pop("quantization_config", None)
+    if all_linears(model):
+        return
+    for module in model.modules():  # the Mamba of Jamba computes other bits with this mark
+        if (own := getattr(module, "config", None)) is not None:
+            vars(own).pop("_is_quantized", None)
 
 
 # -- linear modules

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from qllm.errors import ConfigError
 from qllm.kernels import cpu
 from qllm.models.discover import ModelParts
+from qllm.models.weights.expert_file import in_file
 from qllm.models.weights.formats.rounding import ROUNDINGS
 from qllm.models.weights.quantised_experts import (
     WEIGHTS,
@@ -20,17 +21,23 @@ from qllm.models.weights.quantised_experts import (
     round_experts,
     rounded_before,
 )
+from qllm.runner.layers.file_bank import FileBank, Unpacking
 from qllm.runner.layers.native_experts import NativeBank, is_covered
 from qllm.runner.layers.quantised_bank import Dequantising, QuantisedBank
 from qllm.runner.layers.rows import PLAIN, RowRule
 from qllm.runner.layers.work import Bank, Unit, Work
+from qllm.runner.residency import Residency
 
 
 class TorchBank:
     """The weights of one layer's experts, as one [in, out] view per expert."""
 
-    def __init__(self, experts: nn.Module, rule: RowRule, *, in_place: bool) -> None:
+    def __init__(
+        self, experts: nn.Module, rule: RowRule, file: FileBank | None = None, *, in_place: bool
+    ) -> None:
         module: Any = experts
+        self._file = file
+        self.residency = None if file is None else file.residency
         gate_up, down = module.gate_up_proj.detach(), module.down_proj.detach()
         if not module.is_transposed:
             gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
@@ -41,6 +48,8 @@ class TorchBank:
             self.up, self.down = (
                 Dequantising(held, name, len(self.up), module.is_transposed) for name in WEIGHTS
             )
+        if file is not None:
+            self.up, self.down = Unpacking(file, down=False), Unpacking(file, down=True)
         self.up_bias = module.gate_up_proj_bias.detach().unbind(0) if module.has_bias else None
         self.down_bias = module.down_proj_bias.detach().unbind(0) if module.has_bias else None
         self.gate = module._apply_gate
@@ -60,6 +69,8 @@ class TorchBank:
         self.unit_bytes = (gate_up[0].numel() + down[0].numel()) * gate_up.element_size()
         if held is not None:
             self.unit_bytes = held.num_bytes // self.num_experts
+        if file is not None:
+            self.kernel, self.unit_bytes = f"torch mm, {file.kernel}", file.unit_bytes
 
     def _matmul(
         self,
@@ -85,7 +96,14 @@ class TorchBank:
 
     def run(self, x_TD: Tensor, work: Work, start: int, stop: int) -> None:
         """Run work units [start, stop), which write into their slots."""
-        units = work.units[start:stop]
+        while start < stop:  # units whose rows follow each other run together
+            end = start + 1
+            while end < stop and work.units[end].lo == work.units[end - 1].hi:
+                end += 1
+            self._run(x_TD, work, work.units[start:end])
+            start = end
+
+    def _run(self, x_TD: Tensor, work: Work, units: list[Unit]) -> None:
         lo, hi = units[0].lo, units[-1].hi
         x_SD = x_TD.index_select(0, work.token_S[lo:hi])
         h_SF = x_SD.new_empty((hi - lo, self.up_width), dtype=self.dtype)
@@ -104,10 +122,14 @@ class TorchBank:
         return weighted.view(num_tokens, top_k, -1).sum(dim=1)
 
     def pack(self) -> None:
-        """Do nothing, because the weights stay in the module."""
+        """Allocate the slots of a file. Other weights stay in the module."""
+        if self._file is not None:
+            self._file.pack()
 
     def unpack(self) -> None:
-        """Do nothing, because the weights are in the module."""
+        """Free the slots of a file. Other weights are in the module."""
+        if self._file is not None:
+            self._file.unpack()
 
 
 def expert_banks(
@@ -136,8 +158,13 @@ def expert_banks(
         _refuse_others(modules, native, expert_weights)
     weights = [w for m in modules if m is not None for w in m.parameters()]
     in_place = bool(weights) and weights[0].dtype is torch.bfloat16
+    residency = _residency_of(modules, parts.shape.experts_per_token)
 
     def bank(module: nn.Module) -> Bank:
+        place = in_file(module)
+        if place is not None and residency is not None:
+            file = FileBank(module, place, residency, activations)
+            return file if native else TorchBank(module, rule, file, in_place=in_place)
         held = quantised_in(module)
         if held is None and expert_weights in ROUNDINGS:
             held = round_experts(module, expert_weights)
@@ -154,6 +181,12 @@ def expert_banks(
     return tuple(None if m is None else bank(m) for m in modules)
 
 
+def _residency_of(modules: Sequence[nn.Module | None], top_k: int) -> Residency | None:
+    """Return the residency of the experts of all layers; None if they are not in a file."""
+    place = next((found for module in modules if (found := in_file(module)) is not None), None)
+    return None if place is None else Residency(place.file, place.max_bytes, top_k)
+
+
 def _refuse_others(modules: Sequence[nn.Module | None], native: bool, expert_weights: str) -> None:
     for layer, module in enumerate(modules):
         held = quantised_in(module)
@@ -168,6 +201,13 @@ def _refuse_others(modules: Sequence[nn.Module | None], native: bool, expert_wei
                 f"expert_weights={expert_weights!r} rounds bfloat16 weights, and the experts of "
                 f"layer {layer} were rounded before ({before}): they would be rounded twice; use "
                 "'auto', or load bfloat16 weights"
+            )
+        place = in_file(module)
+        if place is not None and place.file.says["expert_weights"] != expert_weights:
+            raise ConfigError(
+                f"expert_weights={expert_weights!r} differs from that of the experts in "
+                f"{place.file.path}, {place.file.says['expert_weights']!r}; use that one, or load "
+                "with another file"
             )
         if module is None or (native and is_covered(module)):
             continue

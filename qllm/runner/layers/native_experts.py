@@ -22,9 +22,11 @@ from qllm.kernels.cpu import is_usable
 from qllm.kernels.cpu.experts import Clamp, Experts
 from qllm.models.discover import PACKED
 from qllm.models.parts.known import experts as known_experts
+from qllm.models.weights.expert_file import in_file
 from qllm.models.weights.formats.rounding import INT8_GROUPS
 from qllm.models.weights.quantised_experts import WEIGHTS, quantised_in, say_rounded
 from qllm.runner.layers.work import Work
+from qllm.runner.residency import LayerResidency
 
 GROUPS = {"auto": None, **INT8_GROUPS}
 """Number of inputs per scale, by format of expert weights. None is bf16 without scales, 0 is all
@@ -34,10 +36,10 @@ inputs."""
 def is_covered(experts: Any) -> bool:
     """Return True if the kernels support experts: SwiGLU, or gpt_oss's clamped gate."""
     weights = [getattr(experts, name) for name in WEIGHTS]
-    in_memory = quantised_in(experts) is not None or all(map(is_usable, weights))
+    is_packed = quantised_in(experts) is not None or in_file(experts) is not None
     return (
         known_experts(experts).kind is not None
-        and in_memory
+        and (is_packed or all(map(is_usable, weights)))
         and all(size % 2 == 0 for w in weights for size in w.shape[1:])
         and (not experts.has_bias or is_usable(experts.gate_up_proj_bias))
     )
@@ -50,6 +52,8 @@ class NativeBank:
         experts: Module that `is_covered`.
         weights: Format "auto", "int8" or "int8-g64": see `EngineConfig.expert_weights`.
     """
+
+    residency: LayerResidency | None = None
 
     def __init__(self, experts: Any, weights: str = "auto") -> None:
         self._module = experts

@@ -5,9 +5,14 @@
 
 Each pair (token, k) has an output row of its own. So the result does not depend on the order of the
 units, nor on the rows in each unit. Consecutive units run as one range of about a millisecond.
+
+Experts in a file may be absent. Then units of present experts run first: the units that are not
+done are put into another order, which is part of the state of the op.
 """
 
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -16,6 +21,7 @@ from torch import Tensor
 
 from qllm.errors import InvariantError
 from qllm.runner.cuts import CutCosts
+from qllm.runner.residency import LayerResidency
 
 
 class Unit(NamedTuple):
@@ -36,6 +42,8 @@ class Bank(Protocol):
     dtype: torch.dtype
     unit_bytes: int
     """Bytes of one expert's weights."""
+    residency: LayerResidency | None
+    """Experts that may be absent; None if all are in memory."""
 
     def run(self, x_TD: Tensor, work: "Work", start: int, stop: int) -> None:
         """Run work units [start, stop), which write into their slots."""
@@ -60,10 +68,13 @@ class Bank(Protocol):
 class Work:
     """The EXPERTS op of one layer: its work units, and a mask of the units that are done."""
 
-    __slots__ = ("bank", "done", "flat", "ids_TK", "inverse_S", "slots_SD", "token_S", "units")
+    __slots__ = (
+        *("bank", "done", "flat", "ids_TK", "inverse_S", "residency", "slots_SD", "token_S"),
+        "units",
+    )
 
     def __init__(self, bank: Bank, ids_TK: Tensor, unit_rows: int) -> None:
-        self.bank = bank
+        self.bank, self.residency = bank, bank.residency
         self.ids_TK = ids_TK
         top_k, device = ids_TK.shape[1], ids_TK.device
         flat = ids_TK.reshape(-1).cpu().numpy()
@@ -72,9 +83,7 @@ class Work:
         inverse[order] = np.arange(len(order))
         self.token_S = torch.from_numpy(order // top_k).to(device)
         self.inverse_S = torch.from_numpy(inverse).to(device)
-        self.units = _cut(flat[order].tolist(), unit_rows)
-        self.flat = array("q", [value for unit in self.units for value in unit])
-        """Units as integers, for kernels that read them from an address."""
+        self._order(_cut(flat[order].tolist(), unit_rows))
         shape = (len(order), bank.out_width)
         self.slots_SD = torch.empty(shape, dtype=bank.dtype, device=device)
         self.done = bytearray(len(self.units))
@@ -85,15 +94,39 @@ class Work:
     ) -> "Work":
         """Return work that kernels have sorted already. `ints` has token_S and then inverse_S."""
         work = cls.__new__(cls)
-        work.bank, work.ids_TK, work.units, work.slots_SD = bank, ids_TK, units, slots_SD
+        work.bank, work.residency = bank, bank.residency
+        work.ids_TK, work.slots_SD = ids_TK, slots_SD
         work.token_S, work.inverse_S = ints.chunk(2)
-        work.flat = array("q", [value for unit in units for value in unit])
+        work._order(units)
         work.done = bytearray(len(units))
         return work
 
+    def _order(self, units: list[Unit]) -> None:
+        self.units = units
+        self.flat = array("q", [value for unit in units for value in unit])
+        """Units as integers, for kernels that read them from an address."""
+
+    @contextmanager
+    def in_memory(self, start: int) -> Iterator[None]:
+        """Hold the experts of the next range in memory inside the `with` block.
+
+        From unit `start` on, units of present experts move to the front. If there are none, absent
+        experts are read, in the order of the units, as many as fit.
+        """
+        if self.residency is None:
+            yield
+            return
+        rest = self.units[start:]
+        here = [unit for unit in rest if self.residency.has(unit.expert)]
+        gone = [unit for unit in rest if not self.residency.has(unit.expert)]
+        if gone and here:
+            self._order([*self.units[:start], *here, *gone])
+        with self.residency.pinned(unit.expert for unit in here or gone):
+            yield
+
     def rows(self, start: int, stop: int) -> int:
         """Return the number of rows of work units [start, stop)."""
-        return self.units[stop - 1].hi - self.units[start].lo
+        return sum(hi - lo for _, lo, hi in self.units[start:stop])
 
     def bytes_read(self, start: int, stop: int) -> int:
         """Return the bytes of the experts whose first unit is in [start, stop)."""
@@ -104,11 +137,13 @@ class Work:
     def end_of_range(self, start: int, costs: CutCosts) -> int:
         """Return the end of the range from unit `start` on.
 
-        The range is as long as `costs` allow.
+        The range is as long as `costs` allow, and ends before an absent expert.
         """
-        stop, ns = start, 0.0
+        stop, ns, residency = start, 0.0, self.residency
         while stop < len(self.units) and ns < costs.range_ns:
-            _, lo, hi = self.units[stop]
+            expert, lo, hi = self.units[stop]
+            if residency is not None and not residency.has(expert):
+                break
             ns += costs.unit_ns + (hi - lo) * costs.row_ns
             stop += 1
         return stop
@@ -118,11 +153,22 @@ class Work:
         if self.done.find(1, start, stop) >= 0:
             raise InvariantError(f"an expert unit of [{start}, {stop}) would run twice (I1)")
         self.bank.run(x_TD, self, start, stop)
+        if self.residency is not None:
+            self.residency.use(unit.expert for unit in self.units[start:stop])
         self.done[start:stop] = b"\1" * (stop - start)
         return self.rows(start, stop)
 
-    def restore(self, slots_SD: Tensor, done: Tensor) -> None:
-        """Restore the slots of a checkpoint, and the mask of the units that are done."""
+    def restore(self, slots_SD: Tensor, done: Tensor, units: Tensor | None) -> None:
+        """Restore a checkpoint: slots, the mask of the units that are done, and their order.
+
+        Raises:
+            InvariantError: The units are not those of this op.
+        """
+        if units is not None:
+            order = [Unit(*unit) for unit in units.tolist()]
+            if sorted(order) != sorted(self.units):
+                raise InvariantError("a checkpoint has other expert units than its op (I1)")
+            self._order(order)
         self.slots_SD.copy_(slots_SD)
         self.done[:] = bytes(done.tolist())
 

