@@ -97,9 +97,10 @@ def test_the_structs_are_those_of_the_kernels(tmp_path: Path) -> None:
     assert compiled(lines, tmp_path) == ""
 
 
-def test_the_driver_of_the_sanitizers_is_of_these_structs() -> None:
+@pytest.mark.parametrize("driver", ["sanitize_kernels", "sanitize_ranks"])
+def test_a_driver_of_the_sanitizers_is_of_these_structs(driver: str) -> None:
     """It fills them by position, and runs by hand alone."""
-    source = Path(__file__).parents[2] / "scripts" / "sanitize_kernels.cpp"
+    source = Path(__file__).parents[2] / "scripts" / f"{driver}.cpp"
     command = ["g++", "-std=c++17", "-fsyntax-only", "-w", f"-I{FOLDER}", str(source)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stderr == ""
