@@ -64,7 +64,7 @@ GROUPS = {
         STDLIB | {"numpy", "torch", "transformers"},
     ),
     "runner.protocol": Floor("errors types plan scheduler.program", PURE),
-    "sharded": Floor("errors types plan kernels models runner", STDLIB | {"torch"}),
+    "sharded": Floor("errors types plan kernels models runner scheduler.program", STDLIB | {"torch"}),
     "sharded.plan": Floor("errors", PURE),
     "cuda": Floor(
         "errors types plan scheduler models kernels runner", STDLIB | {"cuda", "numpy", "torch"}
