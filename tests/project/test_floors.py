@@ -64,7 +64,9 @@ GROUPS = {
         STDLIB | {"numpy", "torch", "transformers"},
     ),
     "runner.protocol": Floor("errors types plan scheduler.program", PURE),
-    "sharded": Floor("errors types plan kernels models runner scheduler.program", STDLIB | {"torch"}),
+    "sharded": Floor(
+        "errors types plan kernels models runner scheduler.program", STDLIB | {"torch"}
+    ),
     "sharded.plan": Floor("errors", PURE),
     "cuda": Floor(
         "errors types plan scheduler models kernels runner", STDLIB | {"cuda", "numpy", "torch"}
@@ -181,6 +183,7 @@ POLICIES = Floor(
 BENCH = f"__init__ {BASE} ingress kernels llm measure plugins record scheduler sim workloads"
 OWN_BENCHES = {
     "engine.drafts": "drafters",  # knows the answers
+    "engine.ranks": "runner sharded",  # no engine has ranks
     "kernels.transformers_experts": "transformers",
     "serving.fleet": "fleet.members fleet.router fleet.routes",
     "serving.rebalancing": "fleet.rebalance fleet.routes",
