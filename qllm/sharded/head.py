@@ -76,7 +76,7 @@ class RankEmbedding:
             wrong = next(i for i in ids if not 0 <= i < self._num)
             raise IndexError(f"token id {wrong} must be in [0, {self._num})")
         memory = self._memory
-        numbers = memory.copy(torch.tensor(ids))
+        numbers = memory.copy(torch.tensor(ids, dtype=torch.int64))
         x_TD = memory.empty((len(ids), self._width), self._dtype)
         place = memory.empty((ctypes.sizeof(EmbedCall),), torch.uint8)
         call = EmbedCall.from_address(place.data_ptr())

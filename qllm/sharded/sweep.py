@@ -169,7 +169,7 @@ class RankSweep(Sweep):
             for row, base in zip(rows, kv.bases(self._widths, dtype), strict=True):
                 row.append([*base, kv.capacity, at, lo, hi])
         found = self._memory.empty((len(rows), len(spans), SPAN_INTS), torch.int64)
-        return found.copy_(torch.tensor(rows).view(found.shape))
+        return found.copy_(torch.tensor(rows, dtype=torch.int64).view(found.shape))
 
     def _buffers(
         self, x_TD: Tensor, layer: Buffered, sizes: Sizes, storage: Storage | None

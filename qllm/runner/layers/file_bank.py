@@ -125,5 +125,7 @@ def _like(format: CodeFormat | None, activations: str) -> Quantised | None:
     dtypes = [None if name is None else getattr(torch, name) for name in format[2:4]]
     scale, offset = (None if kind is None else torch.empty((0, 0), dtype=kind) for kind in dtypes)
     assert scale is not None
-    like = Quantised(cast(Code, format.code), torch.empty(0), scale, offset, format.group)
+    like = Quantised(
+        cast(Code, format.code), torch.empty(0, dtype=torch.uint8), scale, offset, format.group
+    )
     return like.reading(activations)
