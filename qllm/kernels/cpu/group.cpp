@@ -34,8 +34,8 @@ void sleep(Group& g, int32_t bell, int64_t ns) {
   syscall(SYS_futex, (int32_t*)&g.bell, FUTEX_WAIT, bell, &t);
 }
 
-// Waits until `done`: spins, then yields, then sleeps until `ring`. Ends early if `look` returns
-// true, which it calls between. True while it sleeps, `look` may do more than read memory.
+// Waits until `done()`: spins, then yields, then sleeps until `ring`. Between two looks at `done` it
+// calls `look(sleeps)`, and gives up if that returns true.
 template <class Done, class Look>
 void wait(Group& g, int64_t nap_ns, const Done& done, const Look& look) {
   for (int64_t i = 0; !done(); i++) {
@@ -58,7 +58,8 @@ bool is_dead(int64_t process) {
   return waitid(P_PID, id_t(process), &info, WEXITED | WNOHANG | WNOWAIT) == 0 && info.si_pid;
 }
 
-// True if waiting makes no sense any more; ranks are looked for only if this rank sleeps.
+// The end of waiting for others: a failure, the deadline, or a process that has ended. Processes are
+// looked for only while this rank sleeps.
 class Patience {
  public:
   explicit Patience(Rank& rank) : rank_(rank), end_(now_ns() + rank.group->deadline_ns) {}
