@@ -92,6 +92,11 @@ void wait_for_ranks(Rank& rank) {
 
 }  // namespace
 
+void Rank::stop() {
+  group->stopped.store(call, std::memory_order_release);
+  ring(*group);
+}
+
 Desk::Desk() = default;
 Desk::~Desk() = default;
 

@@ -99,6 +99,7 @@ struct Rank {
   template <class Leave>
   bool pass(const Leave& leave);
   void move();  // says that this call has done a task
+  void stop();  // stops the call on all ranks
   void fail(Failure why);
   bool has_failed() const { return group->failed.load(std::memory_order_relaxed); }
 };

@@ -132,7 +132,7 @@ void run(const Kernels& kernels, Rank& rank, SweepCall& call) {
     s.single = 0;
   }
   sweep(kernels, &s);
-  if (rank.rank == 0 && s.layer < s.end_layer) g.stopped.store(rank.call);
+  if (rank.rank == 0 && s.layer < s.end_layer) rank.stop();
   desk.pos = s.pos;
   desk.num_units = s.num_units;
   report.layer = s.layer;
@@ -210,7 +210,7 @@ void run(const Kernels& kernels, Rank& rank, HeadCall& call) {
     polls = {inside, (const int64_t*)&g.stopped, g.stopped_before, kNever, kNever, &rank};
   run_pieces(kernels, rank, call, desk, polls);
   bool done = desk.piece > rank.num_pieces;
-  if (rank.rank == 0 && !done) g.stopped.store(rank.call);
+  if (rank.rank == 0 && !done) rank.stop();
   report.part = done;
   report.kept_bytes = desk.course.kept_bytes;
   report.longest_ns = desk.course.take_longest();
