@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from qllm.runner.frame import LayerState
 from qllm.runner.layers.drivers import Routed, RouterExtras
+from qllm.runner.layers.native import NativeLayer
 from qllm.runner.layers.work import Bank, Unit, Work
 from qllm.scheduler.program import Index, Op, OpKind
 
@@ -43,25 +44,6 @@ class Storage:
         return sum(flat.nbytes for flat in list(self._flat.values()))
 
 
-class Buffered(Protocol):
-    """A layer, as far as its buffers depend on it."""
-
-    @property
-    def top_k(self) -> int:
-        """Experts per token."""
-        ...
-
-    @property
-    def weights(self) -> torch.dtype:
-        """Dtype of the experts' weights, as the router returns them."""
-        ...
-
-    @property
-    def has_shared(self) -> bool:
-        """True if shared experts run beside the routed ones."""
-        ...
-
-
 class Sizes(NamedTuple):
     """Sizes of the routed experts' work."""
 
@@ -79,13 +61,14 @@ class LayerBuffers:
     A frame that is parked in the layer keeps the tensors.
     """
 
-    def __init__(self, x_TD: Tensor, layer: Buffered, sizes: Sizes, storage: Storage) -> None:
+    def __init__(self, x_TD: Tensor, layer: NativeLayer, sizes: Sizes, storage: Storage) -> None:
         (tokens, width), top_k, dtype = x_TD.shape, layer.top_k, x_TD.dtype
         num, take, shape = tokens * top_k, storage.take, (tokens, width)
         self.storage = storage
         self.mid_TD, self.normed_TD = take("mid", shape, dtype), take("normed", shape, dtype)
         self.next_TD = storage.fresh(shape, dtype)  # the frame takes ownership
-        self.shared_TD = take("shared", shape, dtype) if layer.has_shared else None
+        has_shared = layer.router is not None and layer.mlp is not None
+        self.shared_TD = take("shared", shape, dtype) if has_shared else None
         self.weights_TK = take("weights", (tokens, top_k), layer.weights)
         self.slots_SD = take("slots", (num, sizes.out_width), dtype)
         whole = take("ints", (3 * (num + sizes.num_units),), torch.int64)

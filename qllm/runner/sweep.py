@@ -11,7 +11,7 @@ import ctypes
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from ctypes import c_double, c_float, c_int64, c_void_p
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,12 +21,11 @@ from qllm.kernels import cpu
 from qllm.kernels.cpu import course
 from qllm.kernels.cpu.course import Courses
 from qllm.kernels.cpu.norms import Norm
-from qllm.kernels.cpu.routers import Router
-from qllm.runner.buffers import Buffered, LayerBuffers, Sizes, Storage
+from qllm.runner.buffers import LayerBuffers, Sizes, Storage
 from qllm.runner.cuts import CutCosts
 from qllm.runner.frame import Frame, LayerState, NewStep
 from qllm.runner.layers.attention import Step
-from qllm.runner.layers.deltas import Carried, DeltaMixer
+from qllm.runner.layers.deltas import Carried
 from qllm.runner.layers.drivers import LayerDriver
 from qllm.runner.layers.native import NativeDriver, NativeLayer
 from qllm.runner.layers.native_experts import NativeBank
@@ -204,20 +203,6 @@ class LayerOps(NamedTuple):
         struct.num_rounds = states.num_rounds
 
 
-class SweptLayer(Buffered, Protocol):
-    """A layer that runs in native calls."""
-
-    @property
-    def deltas(self) -> DeltaMixer | None:
-        """Owner of the layer's states; None if it attends."""
-        ...
-
-    @property
-    def router(self) -> Router | None:
-        """Router; None in a dense layer."""
-        ...
-
-
 class Sweep:
     """The layers of one model that run in native calls.
 
@@ -236,14 +221,12 @@ class Sweep:
         self._banks = tuple(banks)
         found: list[NativeLayer] = []
         """Layers that run in native calls."""
-        layers: list[NativeLayer | None] = []
+        self._layers: list[NativeLayer | None] = []
         for driver, bank in zip(drivers, banks, strict=True):
             layer = _native_layer(driver, bank, top_k)
             fits = layer is not None and layer.fits(found)
-            layers.append(layer if fits else None)
+            self._layers.append(layer if fits else None)
             found += [layer] if layer is not None and fits else []
-        self._native = layers
-        self._layers: Sequence[SweptLayer | None] = layers
         self._slab = next((layer.slab for layer in found if layer.slab is not None), None)
         """Slab of all layers that attend."""
         self._num_experts = max((bank.num_experts for bank in banks if bank is not None), default=0)
@@ -259,26 +242,13 @@ class Sweep:
 
     def enter(self) -> None:
         """Read the addresses of the weights. The experts' weights must be packed."""
-        self._structs = (LayerStruct * len(self._native))()
-        for i, (layer, bank) in enumerate(zip(self._native, self._banks, strict=True)):
-            if layer is None:
-                continue
-            experts = bank if isinstance(bank, NativeBank) else None
-            self._structs[i] = LayerStruct(
-                **{layer.mixes: layer.mixer.address},
-                first_norm=_address(layer.first_norm),
-                into=None if layer.into is None else layer.into.address,
-                gate=None if layer.gate is None else layer.gate.address,
-                out=layer.out.address,
-                router=None if layer.router is None else layer.router.address,
-                experts=None if experts is None else experts.address,
-                mlp=None if layer.mlp is None else layer.mlp.address,
-                norm=_address(layer.norm),
-                index=layer.number,
-                window=layer.window or 0,
-                expert_bytes=0 if experts is None else experts.unit_bytes,
-                scale=layer.scale,
-            )
+        self._structs = (LayerStruct * len(self._layers))()
+        for i, (layer, bank) in enumerate(zip(self._layers, self._banks, strict=True)):
+            if layer is not None:
+                experts = (
+                    (bank.address, bank.unit_bytes) if isinstance(bank, NativeBank) else (None, 0)
+                )
+                self._structs[i] = struct_of(layer, *experts)
 
     def leave(self) -> None:
         """Refuse calls until the next `enter`, because experts free their packed memory."""
@@ -480,7 +450,7 @@ class Sweep:
     def _buffers(
         self,
         x_TD: Tensor,
-        layer: Buffered,
+        layer: NativeLayer,
         sizes: Sizes,
         storage: Storage | None,
     ) -> LayerBuffers:
@@ -517,6 +487,31 @@ def _native_layer(driver: LayerDriver, bank: Bank | None, top_k: int) -> NativeL
     return layer if isinstance(bank, NativeBank) and layer.top_k == top_k else None
 
 
+def struct_of(layer: NativeLayer, experts: int | None, expert_bytes: int) -> LayerStruct:
+    """Return a layer in the layout that a call reads.
+
+    Args:
+        layer: Layer without its routed experts.
+        experts: Address of `Experts` in kernels.h; None in a dense layer.
+        expert_bytes: Bytes of one expert's weights.
+    """
+    return LayerStruct(
+        **{layer.mixes: layer.mixer.address},
+        first_norm=address_of(layer.first_norm),
+        into=None if layer.into is None else layer.into.address,
+        gate=None if layer.gate is None else layer.gate.address,
+        out=layer.out.address,
+        router=None if layer.router is None else layer.router.address,
+        experts=experts,
+        mlp=None if layer.mlp is None else layer.mlp.address,
+        norm=address_of(layer.norm),
+        index=layer.number,
+        window=layer.window or 0,
+        expert_bytes=expert_bytes,
+        scale=layer.scale,
+    )
+
+
 def _stretch_of(ops: Sequence[Op], index: int) -> tuple[Stretch, int]:
     """Return the stretch of an op and the stretch's first index.
 
@@ -534,7 +529,8 @@ def _stretch_of(ops: Sequence[Op], index: int) -> tuple[Stretch, int]:
     return Stretch(same[0], same[0] + 1, same[1], parts), first
 
 
-def _address(norm: Norm | None) -> int | None:
+def address_of(norm: Norm | None) -> int | None:
+    """Return the address of a norm's `Norm` in kernels.h."""
     return None if norm is None else ctypes.addressof(norm.struct)
 
 

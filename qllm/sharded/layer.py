@@ -5,15 +5,13 @@ from collections.abc import Sequence
 from ctypes import c_int64, c_void_p
 from typing import Any
 
-import torch
-
 from qllm.errors import ModelError
 from qllm.kernels import cpu
 from qllm.kernels.cpu.attention import Attention, Latents
 from qllm.kernels.cpu.experts import on_top
-from qllm.kernels.cpu.norms import Norm
 from qllm.kernels.cpu.quantised import expands, matrix_of
 from qllm.kernels.quantised import Quantised
+from qllm.runner.layers.native import NativeLayer
 from qllm.runner.layers.native_experts import NativeBank
 from qllm.runner.layers.native_parts import (
     HeadWeights,
@@ -24,7 +22,7 @@ from qllm.runner.layers.native_parts import (
     norm_of,
     router_of,
 )
-from qllm.runner.sweep import LayerStruct
+from qllm.runner.sweep import address_of, struct_of
 from qllm.sharded.plan import LayerShare
 from qllm.sharded.weights import LayerWeights
 
@@ -84,65 +82,46 @@ class RankLayer:
         }
         """Fields of the share."""
         self.mixer = self._attention(attention, share, arena, own)
-        out = self._kept(matrix([attention.out], arena))
+        """Attention of the own heads."""
+        out = matrix([attention.out], arena)
         if columns:
             own["out"] = self._kept(out.columns(columns.start, columns.stop)).address
         if weights.mlp is not None:
             own |= self._mlp(weights.mlp, share, arena)
         gate = None
         if isinstance(attention, HeadWeights) and attention.gate is not None:
-            heads = attention.gate.of_heads(share.heads, attention.head_dim)
-            gate = self._kept(matrix([heads], arena))
-        self.router = None if parts.router is None else router_of(parts.router, post_norm)
-        experts = None if bank is None else self._kept(bank.packed(share.experts))
-        norm = None if self.router is not None else self._kept(norm_of(post_norm))
+            gate = matrix([attention.gate.of_heads(share.heads, attention.head_dim)], arena)
+        router = None if parts.router is None else router_of(parts.router, post_norm)
         scale = parts.residual_multiplier
-        kind = "attention" if isinstance(self.mixer, Attention) else "latents"
-        self._share = ShareStruct(**own)
-        self.struct = LayerStruct(
-            **{kind: self.mixer.address},
-            first_norm=_address(self._kept(attention.norm)),
-            gate=None if gate is None else gate.address,
-            out=out.address,
-            router=None if self.router is None else self.router.address,
-            experts=None if experts is None else experts.address,
-            norm=_address(norm),
-            index=int(attn.layer_idx),
-            window=parts.window or 0,
-            expert_bytes=0 if experts is None else experts.num_bytes,
+        self.native = NativeLayer(
+            mixer=self.mixer,
+            deltas=None,
+            first_norm=attention.norm,
+            gate=gate,
+            out=out,
+            router=router,
+            mlp=None,  # the share has its parts
+            norm=None if router is not None else norm_of(post_norm),
+            number=int(attn.layer_idx),
+            window=parts.window,
             scale=1.0 if scale is None else scale,
-            share=ctypes.addressof(self._share),
         )
+        """The layer with the rank's heads. It has no MLP."""
+        experts = None if bank is None else self._kept(bank.packed(share.experts))
+        self._share = ShareStruct(**own)
+        packed = (None, 0) if experts is None else (experts.address, experts.num_bytes)
+        self.struct = struct_of(self.native, *packed)
         """The layer for a sweep of the rank."""
-        self.head_columns = out.num_in
-        """Width of the output of all heads."""
+        self.struct.share = ctypes.addressof(self._share)
         self.mlp_width = int(self._share.width)
         """Inner values of the MLP or of the shared experts, of all ranks; 0 without them."""
         self.query_columns = int(self._share.q_width + self._share.k_width)
         """Width of the queries and keys of all ranks, if they are normed together; else 0."""
 
-    deltas = None
-    """Layers of ranks carry no states."""
-
-    @property
-    def slab(self) -> tuple[int, int, int]:
-        """Own KV heads, and widths of the slabs: see `Attention`."""
-        return self.mixer.slab
-
-    @property
-    def top_k(self) -> int:
-        """Experts per token."""
-        return 0 if self.router is None else self.router.top_k
-
-    @property
-    def weights(self) -> torch.dtype:
-        """Dtype of the experts' weights, as the router returns them."""
-        return torch.bfloat16 if self.router is None else self.router.dtype
-
     @property
     def has_shared(self) -> bool:
         """True if shared experts run beside the routed ones."""
-        return self.router is not None and self.mlp_width > 0
+        return self.native.router is not None and self.mlp_width > 0
 
     def _kept(self, x: Any) -> Any:
         self._keep.append(x)
@@ -169,8 +148,8 @@ class RankLayer:
             heads = heads._replace(qk_norm=None)
             per = weights.num_heads // weights.num_kv_heads
             own |= {
-                "q_norm": _address(q_norm),
-                "k_norm": _address(k_norm),
+                "q_norm": address_of(q_norm),
+                "k_norm": address_of(k_norm),
                 "q_width": weights.num_heads * width,
                 "k_width": weights.num_kv_heads * width,
                 "q_column": share.heads.start * width,
@@ -199,10 +178,6 @@ class RankLayer:
         if weights.share is not None:
             own["gate"] = self._kept(matrix_of([weights.share], arena=arena)).address
         return own
-
-
-def _address(norm: Norm | None) -> int | None:
-    return None if norm is None else ctypes.addressof(norm.struct)
 
 
 def _stacked(weights: HeadWeights | LatentWeights) -> list[Projection]:

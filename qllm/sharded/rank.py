@@ -1,6 +1,7 @@
 """A model that is split over ranks, and the weights of one rank."""
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import c_int64, c_void_p
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -107,9 +108,7 @@ class RankWeights:
                 RankLayer(LayerWeights.of(layer), share, bank, arena)
                 for layer, share, bank in given
             ]
-            slabs = {layer.slab for layer in self.layers}
-            if len(slabs) > 1:
-                raise ModelError(f"layers have KV of several shapes: {sorted(slabs)}; use one rank")
+            refuse_mixed(self.layers)
             head, own = Projection.of(parts.lm_head), plan.vocabulary
             cuts = sorted({own.start, own.stop, *_blocks_in(own)})
             self._pieces = [(a, matrix([head.rows(a, b)], arena)) for a, b in pairwise(cuts)]
@@ -132,6 +131,23 @@ class RankWeights:
         )
         self.address = ctypes.addressof(self.struct)
         """Address of the `Rank` of group.h."""
+
+
+def refuse_mixed(layers: Sequence[RankLayer]) -> None:
+    """Refuse layers that cannot run in one call.
+
+    Raises:
+        ModelError: Layers differ in their KV, or in the experts beside the routed ones.
+    """
+    slabs = {layer.mixer.slab for layer in layers}
+    if len(slabs) > 1:
+        raise ModelError(f"layers have KV of several shapes: {sorted(slabs)}; use one rank")
+    routed = {(x.native.weights, x.has_shared) for x in layers if x.native.router is not None}
+    if len(routed) > 1:
+        raise ModelError(
+            "layers have several kinds of routers, or shared experts in some layers only; use one "
+            "rank"
+        )
 
 
 def _blocks_in(vocabulary: range) -> range:

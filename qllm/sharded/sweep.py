@@ -6,22 +6,22 @@ op, on a desk.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import c_int64
 
 import torch
 from torch import Tensor
 
-from qllm.runner.buffers import Buffered, LayerBuffers, Sizes, Storage
+from qllm.runner.buffers import LayerBuffers, Sizes, Storage
 from qllm.runner.frame import Frame, NewStep
 from qllm.runner.layers.attention import Span
+from qllm.runner.layers.native import NativeLayer
 from qllm.runner.layers.native_experts import NativeBank
 from qllm.runner.layers.work import Bank, Work
 from qllm.runner.sweep import LayerOps, LayerOpStruct, Sweep, SweepStruct
 from qllm.scheduler.program import Op, OpKind
 from qllm.sharded.desks import Desks
 from qllm.sharded.group import SWEEP, Group
-from qllm.sharded.layer import RankLayer
 from qllm.sharded.memory import SharedMemory
 
 SPAN_INTS = 6
@@ -53,37 +53,37 @@ class SharedStorage(Storage):
 
 
 class RankBuffers(LayerBuffers):
-    """Tensors of the layer that a call of ranks is in."""
+    """Tensors of the layer that a call of ranks is in.
+
+    Args:
+        x_TD: Input of the layer.
+        layer: Layer of rank 0.
+        sizes: Sizes of the experts' work.
+        storage: Memory of the tensors.
+        widths: Widths of the tensors that ranks gather, by their fields of `SweepStruct`.
+        has_shared: True if shared experts run in layers with routed ones.
+    """
 
     def __init__(
         self,
         x_TD: Tensor,
-        layer: RankLayer,
+        layer: NativeLayer,
         sizes: Sizes,
         storage: Storage,
+        widths: Mapping[str, int],
+        has_shared: bool,
     ) -> None:
         super().__init__(x_TD, layer, sizes, storage)
-        self._unit_rows = sizes.unit_rows
-        num, dtype = len(x_TD), x_TD.dtype
-        widths = {
-            "heads": layer.head_columns,
-            "inner": layer.mlp_width,
-            "queries": layer.query_columns,
-        }
+        self._unit_rows, num, dtype = sizes.unit_rows, len(x_TD), x_TD.dtype
+        if has_shared and layer.router is not None:
+            self.shared_TD = storage.take("shared", tuple(x_TD.shape), dtype)
         given = {name: storage.take(name, (num, width), dtype) for name, width in widths.items()}
-        self.places |= {name: tensor.data_ptr() for name, tensor in given.items()}
+        self.places = self._places() | {name: x.data_ptr() for name, x in given.items()}
 
     def _work(self, bank: Bank, num_units: int) -> Work:
         work = Work(bank, self.ids_TK, self._unit_rows)
         work.slots_SD = self.slots_SD
         return work
-
-
-RESULTS = (
-    *("layer", "part", "num_layers", "call_ns", "longest_ns", "longest_kind"),
-    *("slots_done", "expert_bytes", "failed"),
-)
-"""Fields that a call of ranks sets."""
 
 
 class RankSweep(Sweep):
@@ -106,7 +106,15 @@ class RankSweep(Sweep):
         layers = group.own.layers
         self._group, self._memory, self._rows_from = group, memory, rows_from
         self._banks = tuple(banks)
-        self._layers, self._widths = layers, layers[0].slab[1:]
+        self._layers = [layer.native for layer in layers]
+        self._kv_widths = layers[0].mixer.slab[1:]
+        self._widths = {
+            "heads": max(layer.native.out.num_in for layer in layers),
+            "inner": max(layer.mlp_width for layer in layers),
+            "queries": max(layer.query_columns for layer in layers),
+        }
+        """Widths of gathered tensors. A call uses the same tensors for several layers."""
+        self._has_shared = any(layer.has_shared for layer in layers)
         self._num_experts = max((bank.num_experts for bank in banks if bank is not None), default=0)
         self._structs = group.own.structs
         self._spare, self._residency = {}, None
@@ -125,8 +133,7 @@ class RankSweep(Sweep):
         s.rows_from = self._rows_from
         call.sweep, call.desk, call.is_new = s, desk.address - 1, desk.is_new
         self._group.call(SWEEP, ctypes.addressof(call))
-        for name in RESULTS:
-            setattr(s, name, getattr(call.sweep, name))
+        ctypes.pointer(s)[0] = call.sweep
         desk.done, desk.is_held, desk.num_bytes = call.done, bool(call.inside), call.kept_bytes
         desk.is_new = False
         s.begun = 0
@@ -166,13 +173,13 @@ class RankSweep(Sweep):
         """Return the spans for each rank, [ranks, spans, 6], with the addresses of its KV."""
         rows: list[list[list[int]]] = [[] for _ in range(self._group.size)]
         for kv, at, lo, hi in spans:
-            for row, base in zip(rows, kv.bases(self._widths, dtype), strict=True):
+            for row, base in zip(rows, kv.bases(self._kv_widths, dtype), strict=True):
                 row.append([*base, kv.capacity, at, lo, hi])
         found = self._memory.empty((len(rows), len(spans), SPAN_INTS), torch.int64)
         return found.copy_(torch.tensor(rows, dtype=torch.int64).view(found.shape))
 
     def _buffers(
-        self, x_TD: Tensor, layer: Buffered, sizes: Sizes, storage: Storage | None
+        self, x_TD: Tensor, layer: NativeLayer, sizes: Sizes, storage: Storage | None
     ) -> LayerBuffers:
-        assert isinstance(layer, RankLayer)
-        return RankBuffers(x_TD, layer, sizes, storage or SharedStorage(self._memory))
+        storage = storage or SharedStorage(self._memory)
+        return RankBuffers(x_TD, layer, sizes, storage, self._widths, self._has_shared)

@@ -73,15 +73,14 @@ def run(experts: Experts, x: Tensor, units: list[Unit], work: Work) -> Tensor:
 def test_units_in_any_order_have_the_bits_of_packed_experts(
     kernels: str, how: str, clamped: bool
 ) -> None:
-    rng, bank = random.Random(f"{kernels}{how}"), SimpleNamespace(
-        num_experts=E, out_width=D, dtype=torch.bfloat16, residency=None
-    )  # fmt: skip
+    rng = random.Random(f"{kernels}{how}")
+    bank: Any = SimpleNamespace(num_experts=E, out_width=D, dtype=torch.bfloat16, residency=None)
     cpu.native.use(kernels)
     experts = packed(how, clamped)
     for rows, num_threads in ((1, 1), (3, 2), (40, 2)):
         cpu.set_threads(num_threads)
         x = rand(rows, D, seed=rows)
-        work = Work(bank, torch.arange(E).repeat(rows, 1), 4)  # type: ignore[arg-type]
+        work = Work(bank, torch.arange(E).repeat(rows, 1), 4)
         whole = run(experts, x, work.units, work)
         here = rng.sample(range(E), 3)
         placed, held = in_slots(experts, here, how, clamped)

@@ -156,9 +156,9 @@ def watched(file: ExpertFile, seen: Any) -> Iterator[None]:
         seen(layer, expert)
         real(layer, expert, into)
 
-    file.read = read  # type: ignore[method-assign]
-    yield
-    del file.read  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(file, "read", read)
+        yield
 
 
 def test_the_table_has_an_expert_after_its_read_and_not_before(file: ExpertFile) -> None:

@@ -14,6 +14,7 @@ from qllm.errors import ConfigError, ModelError
 from qllm.kernels import cpu
 from qllm.kernels.cpu.experts import Experts
 from qllm.kernels.quantised import Quantised
+from qllm.models.discover import base_model
 from qllm.models.weights.formats.rounding import int4
 from qllm.runner.cpu import cpu_runner
 from qllm.runner.layers.native_experts import NativeBank
@@ -22,7 +23,7 @@ from qllm.runner.runner import TorchRunner
 from qllm.scheduler.program import START, OpKind
 from qllm.sharded.head import is_better
 from qllm.sharded.layer import refuse_lost_rounding
-from qllm.sharded.rank import RankWeights, SplitModel, split_model
+from qllm.sharded.rank import RankWeights, SplitModel, refuse_mixed, split_model
 from qllm.sharded.runner import sharded_runner
 from tests.support.hybrids import make_hybrid
 from tests.support.sharded import (
@@ -36,7 +37,7 @@ from tests.support.sharded import (
     wide_model,
 )
 from tests.support.stops import add_prompts, assert_same_answers, whole_program
-from tests.support.sweeps import GREEDY, Asked, Watched, kv_of
+from tests.support.sweeps import GREEDY, Asked, Watched, kv_of, qwen3
 
 assert cpu.MISSING is None, cpu.MISSING
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -157,6 +158,29 @@ def test_a_frame_that_is_parked_goes_on_with_another_number_of_ranks(
     assert len(kinds) >= 3, kinds
     for runner in (whole_run, one, other):
         runner.close()
+
+
+def test_a_call_has_room_for_the_widest_of_its_layers() -> None:
+    """Two dense layers run in one call, and the second MLP is 40 times as wide."""
+    torch.manual_seed(0)
+    model = qwen3(mlp_only_layers=[0, 1], intermediate_size=96)
+    layers: Any = model.get_submodule("model.layers")
+    layers[1].mlp = type(layers[0].mlp)(base_model(model).config, intermediate_size=3840)
+    model = model.bfloat16().eval()
+    runners = runner_on(1, model), runner_on(2, model)
+    for runner in runners:
+        add_prompts(runner, (21, 5))
+    assert_same_answers(*runners, num_tasks=7)
+    for runner in runners:
+        runner.close()
+
+
+def test_shared_experts_in_some_layers_are_refused() -> None:
+    split = split_model(wide_model("gated"), 2)
+    layers = RankWeights(split, 0).layers
+    layers[1].mlp_width = 0
+    with pytest.raises(ModelError, match=r"shared experts in some layers only; use one rank"):
+        refuse_mixed(layers)
 
 
 def test_equal_logits_on_several_ranks_give_the_lowest_id() -> None:

@@ -39,9 +39,9 @@ class KeptMemory {
   int64_t num_bytes_ = 0;
 };
 
-// The stop that a call polls.
 struct Rank;  // of group.h
 
+// The stop that a call polls.
 struct Polls {
   int64_t inside = 0;  // whether the call may stop between two tasks
   const int64_t* watch = nullptr;  // a word that changes when a stop may be due; or null

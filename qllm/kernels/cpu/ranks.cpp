@@ -24,15 +24,8 @@ Rows own_rows(const Rank& rank, int64_t num) {
 
 void meet(const Sweep& s) { s.course->meet(*s.rank); }
 
-// Copies rows [rows, num] that are adjacent, to rows that are `stride` apart; or the other way.
-void put_columns(uint16_t* to, int64_t stride, const uint16_t* from, int64_t num, int64_t rows) {
-  parallel((rows + kRows - 1) / kRows, [&](int64_t i) {
-    for (int64_t r = i * kRows, end = std::min(rows, r + kRows); r < end; r++)
-      memcpy(to + r * stride, from + r * num, num * sizeof *to);
-  });
-}
-
-void take_columns(uint16_t* to, int64_t to_stride, const uint16_t* from, int64_t stride,
+// Copies rows of `num` values that are so far apart.
+void copy_columns(uint16_t* to, int64_t to_stride, const uint16_t* from, int64_t stride,
                   int64_t num, int64_t rows) {
   parallel((rows + kRows - 1) / kRows, [&](int64_t i) {
     for (int64_t r = i * kRows, end = std::min(rows, r + kRows); r < end; r++)
@@ -60,7 +53,7 @@ uint16_t* mlp_columns(const Kernels& k, const Sweep& s, const Layer& layer, cons
     uint16_t *both = both_.of(rows * own.into->n), *inner = inner_.of(rows * own.num_inner);
     k.linear(both, normed, *own.into, rows);
     k.swiglu(inner, both, rows, own.num_inner);
-    put_columns(all + own.inner, own.width, inner, own.num_inner, rows);
+    copy_columns(all + own.inner, own.width, inner, own.num_inner, own.num_inner, rows);
   }
   meet(s);
   if (!own.down) return nullptr;
@@ -91,14 +84,14 @@ void enter_wide(const Kernels& k, uint16_t* q, const uint16_t* x, const Sweep& s
   k.norm(normed, x, a.norm, rows, s.width);
   k.linear(qkv, normed, a.qkv, rows);
   uint16_t *of_q = all, *of_k = all + rows * own.q_width;
-  take_columns(of_q + own.q_column, own.q_width, qkv, a.qkv.n, num_q, rows);
+  copy_columns(of_q + own.q_column, own.q_width, qkv, a.qkv.n, num_q, rows);
   if (own.has_keys)
-    take_columns(of_k + own.k_column, own.k_width, qkv + num_q, a.qkv.n, num_k, rows);
+    copy_columns(of_k + own.k_column, own.k_width, qkv + num_q, a.qkv.n, num_k, rows);
   meet(s);
   k.norm(all_q, of_q, *own.q_norm, rows, own.q_width);
   k.norm(all_k, of_k, *own.k_norm, rows, own.k_width);
-  take_columns(qkv, a.qkv.n, all_q + own.q_column, own.q_width, num_q, rows);
-  take_columns(qkv + num_q, a.qkv.n, all_k + own.k_column, own.k_width, num_k, rows);
+  copy_columns(qkv, a.qkv.n, all_q + own.q_column, own.q_width, num_q, rows);
+  copy_columns(qkv + num_q, a.qkv.n, all_k + own.k_column, own.k_width, num_k, rows);
   k.place_heads(q, qkv, part.cos, part.sin, a, layer.index, part.spans, part.num_spans);
 }
 
@@ -187,7 +180,7 @@ void run_pieces(const Kernels& k, Rank& rank, const HeadCall& call, Desk& desk, 
       k.linear(logits, call.x, weight, call.rows);
       if (peaks) k.best(peaks, ids, logits, call.rows, weight.n, piece.first);
       if (call.logits)
-        put_columns(call.logits + piece.first, call.vocabulary, logits, weight.n, call.rows);
+        copy_columns(call.logits + piece.first, call.vocabulary, logits, weight.n, weight.n, call.rows);
     }
     if (!course.end()) return;
     if (!is_end && call.grain == kEachExpert &&
@@ -245,7 +238,7 @@ void attend_on_rank(const Kernels& k, const Sweep& s, const Layer& layer, const 
   const uint16_t *x = s.x + part.lo * s.width, *seen = nullptr;
   uint16_t *mid = s.mid + part.lo * s.width, *heads = s.heads + part.lo * width;
   int64_t num = attended(k, s, layer, part, seen, own.q_norm ? enter_wide : nullptr);
-  put_columns(heads + own.head_column, width, seen, num, rows);
+  copy_columns(heads + own.head_column, width, seen, num, num, rows);
   meet(s);
   if (rows >= std::max(size, s.rows_from)) {
     Rows r = own_rows(*s.rank, rows);
@@ -274,7 +267,7 @@ void route_on_rank(const Kernels& k, const Sweep& s, const Layer& layer, const L
   meet(s);
   if (!own.width) return;
   if (uint16_t* y = mlp_columns(k, s, layer, s.normed + first, part.lo, rows))
-    put_columns(s.shared + first + own.column, s.width, y, own.num_columns, rows);
+    copy_columns(s.shared + first + own.column, s.width, y, own.num_columns, own.num_columns, rows);
   meet(s);
 }
 

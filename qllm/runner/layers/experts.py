@@ -5,6 +5,7 @@ same matrices, and sums in the same order.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,9 +22,9 @@ from qllm.models.weights.quantised_experts import (
     round_experts,
     rounded_before,
 )
-from qllm.runner.layers.file_bank import FileBank, Unpacking
+from qllm.runner.layers.file_bank import FileBank
 from qllm.runner.layers.native_experts import NativeBank, is_covered
-from qllm.runner.layers.quantised_bank import Dequantising, QuantisedBank
+from qllm.runner.layers.quantised_bank import OnAccess, QuantisedBank, dequantised
 from qllm.runner.layers.rows import PLAIN, RowRule
 from qllm.runner.layers.work import Bank, Unit, Work
 from qllm.runner.residency import Residency
@@ -46,10 +47,13 @@ class TorchBank:
         self.down: Sequence[Tensor] = down.unbind(0)
         if held is not None:
             self.up, self.down = (
-                Dequantising(held, name, len(self.up), module.is_transposed) for name in WEIGHTS
+                OnAccess(len(gate_up), partial(dequantised, held, name, module.is_transposed))
+                for name in WEIGHTS
             )
         if file is not None:
-            self.up, self.down = Unpacking(file, down=False), Unpacking(file, down=True)
+            self.up, self.down = (
+                OnAccess(len(gate_up), partial(file.values, down)) for down in (False, True)
+            )
         self.up_bias = module.gate_up_proj_bias.detach().unbind(0) if module.has_bias else None
         self.down_bias = module.down_proj_bias.detach().unbind(0) if module.has_bias else None
         self.gate = module._apply_gate

@@ -1,6 +1,5 @@
 """Experts of one layer that are in a file, for this project's kernels or for torch."""
 
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -103,19 +102,6 @@ class FileBank(NativeBank):
         parts = to.parts(index)
         for name, start, count in self._layer.parts:
             parts[name].copy_(slot[start : start + count])
-
-
-class Unpacking(Sequence[Tensor]):
-    """The matrices [in, out] of experts in a file for torch. Each matrix is made on access."""
-
-    def __init__(self, bank: FileBank, *, down: bool) -> None:
-        self._bank, self._down = bank, down
-
-    def __len__(self) -> int:
-        return int(self._bank.num_experts)
-
-    def __getitem__(self, expert: int) -> Tensor:  # type: ignore[override]
-        return self._bank.values(self._down, expert)
 
 
 def _like(format: CodeFormat | None, activations: str) -> Quantised | None:

@@ -89,11 +89,6 @@ class NativeLayer(NamedTuple):
         """Dtype of the experts' weights, as the router returns them."""
         return torch.bfloat16 if self.router is None else self.router.dtype
 
-    @property
-    def has_shared(self) -> bool:
-        """True if shared experts run beside the routed ones."""
-        return self.router is not None and self.mlp is not None
-
     def fits(self, others: "Iterable[NativeLayer]") -> bool:
         """Return True if this layer can run in one call with the other layers."""
         return all(

@@ -1,6 +1,6 @@
 """Experts of a quantised checkpoint, for this project's kernels or for torch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -52,15 +52,25 @@ class QuantisedBank(NativeBank):
         self._packed = None
 
 
-class Dequantising(Sequence[Tensor]):
-    """The matrices [in, out] of experts for torch. Each matrix is made on access."""
+class OnAccess(Sequence[Tensor]):
+    """The matrices [in, out] of experts for torch. Each matrix is made on access.
 
-    def __init__(self, held: QuantisedExperts, name: str, num: int, is_transposed: bool) -> None:
-        self._held, self._name, self._num, self._is_transposed = held, name, num, is_transposed
+    Args:
+        num: Number of experts.
+        make: Function that returns the matrix of an expert.
+    """
+
+    def __init__(self, num: int, make: Callable[[int], Tensor]) -> None:
+        self._num, self._make = num, make
 
     def __len__(self) -> int:
         return self._num
 
     def __getitem__(self, expert: int) -> Tensor:  # type: ignore[override]
-        weight = self._held.as_parameter(self._name, expert)
-        return weight if self._is_transposed else weight.t()
+        return self._make(expert)
+
+
+def dequantised(held: QuantisedExperts, name: str, is_transposed: bool, expert: int) -> Tensor:
+    """Return the matrix [in, out] of one expert's weight."""
+    weight: Tensor = held.as_parameter(name, expert)
+    return weight if is_transposed else weight.t()
