@@ -16,15 +16,17 @@ from qllm.kernels.cpu.experts import Experts
 from qllm.kernels.quantised import Quantised
 from qllm.models.discover import base_model
 from qllm.models.weights.formats.rounding import int4
+from qllm.plan import Row
 from qllm.runner.cpu import cpu_runner
 from qllm.runner.layers.native_experts import NativeBank
 from qllm.runner.layers.native_parts import Projection
 from qllm.runner.runner import TorchRunner
-from qllm.scheduler.program import START, OpKind
+from qllm.scheduler.program import START, Index, OpKind, Program
 from qllm.sharded.head import is_better
 from qllm.sharded.layer import refuse_lost_rounding
 from qllm.sharded.rank import RankWeights, SplitModel, refuse_mixed, split_model
 from qllm.sharded.runner import sharded_runner
+from qllm.types import Grain
 from tests.support.hybrids import make_hybrid
 from tests.support.sharded import (
     SPLIT,
@@ -37,7 +39,7 @@ from tests.support.sharded import (
     wide_model,
 )
 from tests.support.stops import add_prompts, assert_same_answers, whole_program
-from tests.support.sweeps import GREEDY, Asked, Watched, kv_of, qwen3
+from tests.support.sweeps import GREEDY, Asked, Watched, compiled, kv_of, next_row, qwen3
 
 assert cpu.MISSING is None, cpu.MISSING
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -158,6 +160,35 @@ def test_a_frame_that_is_parked_goes_on_with_another_number_of_ranks(
     assert len(kinds) >= 3, kinds
     for runner in (whole_run, one, other):
         runner.close()
+
+
+def at_head(runner: TorchRunner, request: int) -> tuple[Program, Index]:
+    """Run a request up to its head."""
+    program, at = compiled(runner, [next_row(runner, request)], Grain.EXPERT), START
+    runner.accept(program)
+    while program.ops[at.op].kind is not OpKind.HEAD:
+        at = runner.run(program, at, Asked(1 << 20))
+    return program, at
+
+
+def test_a_head_begins_anew_where_a_dropped_frame_had_stopped() -> None:
+    """The next frame has its head alone, gets the desk of the dropped one, and other logits."""
+    model, found = wide_model("mixtral"), list[tuple[int, Tensor]]()
+    for runner in (runner_on(1, model), runner_on(2, model)):
+        runner.on_logits = lambda request, position, x: found.append((request, x.clone()))
+        add_prompts(runner, (21, 5))
+        runner.split(*at_head(runner, 1))
+        program, at = at_head(runner, 0)
+        runner.run(program, at, Asked(1))
+        runner.drop(program)
+        num = runner.shape.num_layers
+        head = compiled(runner, [Row(1, 0, 5, num, num)], Grain.EXPERT)
+        runner.accept(head)
+        assert runner.run(head, START, Watched()) == head.end
+        runner.finish(head)
+        runner.close()
+    one, other = [x for request, x in found if request == 1]
+    assert torch.equal(one, other)
 
 
 def test_a_call_has_room_for_the_widest_of_its_layers() -> None:
