@@ -50,6 +50,7 @@ PAGE_SIZE = 64
 SLO_EXAMPLE = "ttft=500ms,tpot=50ms"
 MAX_KV_GIB = 1 << 20
 MAX_MEMORY = MAX_KV_GIB << 30
+MOST_RANKS = 64
 MAX_COUNT = (1 << 31) - 1
 """Largest count of a setting: the decisions in C++ keep counts in 32 bits."""
 MAY_BE_OPEN = {"default_max_tokens", "max_kv_tokens", "prefix_cache_tokens"}
@@ -63,8 +64,16 @@ ONLY_HOST_LOOP = {
     "role": "both",
     "handover_gib": 0.0,
     "draft": "none",
+    "tp": 1,
 }
 """Settings that a loop on the device does not support, and the values they must have there."""
+NOT_ON_RANKS = {
+    "kernels": ("fast", "ranks add their parts in the order of our kernels"),
+    "kv_dir": (None, "no file of KV is written by several ranks yet"),
+    "handover_gib": (0.0, "no KV is handed over by several ranks yet"),
+    "role": ("both", "no KV is handed over by several ranks yet"),
+}
+"""Settings that several ranks do not support: the values they must have, and the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +183,12 @@ class EngineConfig:
     draft_tokens: int = 4
     """Most drafted tokens that a step verifies per request, 0 to 16. Each request has as many as
     pay, by measured times."""
+    tp: int = 1
+    """Ranks: processes of this machine that split every layer of the model and compute each step
+    together, on the CPU. The answers are those of one rank, bit for bit
+    (docs/design/sharded.md)."""
+    rank_deadline_s: float = 30.0
+    """Seconds that ranks wait for a rank that hangs before the engine ends with an error."""
     conformance: bool = True
     """Compare with `model.forward` at start, up to rounding, and parked passes with uncut ones."""
     record: bool = False
@@ -204,6 +219,7 @@ class EngineConfig:
             check_bool(name, getattr(self, name))
         self._check_sizes()
         self._check_drafts()
+        self._check_ranks()
         kept = self.prefix_cache_tokens
         if self.prefix_cache is not False and kept is not None and kept < self.page_size:
             raise ConfigError(
@@ -231,6 +247,20 @@ class EngineConfig:
             )
         if not isinstance(self.draft, str) or not self.draft:
             raise ConfigError(f"draft={shown(self.draft)} must be the name of a drafter, or 'none'")
+
+    def _check_ranks(self) -> None:
+        is_count = isinstance(self.tp, int) and not isinstance(self.tp, bool)
+        if not is_count or not 1 <= self.tp <= MOST_RANKS:
+            raise ConfigError(f"tp={shown(self.tp)} must be an integer in [1, {MOST_RANKS}]")
+        seconds, most = self.rank_deadline_s, MAX_TIME_MS / 1000
+        if not _is_number(seconds) or not 0 < seconds <= most:
+            raise ConfigError(f"rank_deadline_s={shown(seconds)} must be a number in (0, {most:g}]")
+        for name, (value, why) in NOT_ON_RANKS.items() if self.tp > 1 else ():
+            if getattr(self, name) != value:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} needs tp=1, and tp={self.tp}: {why}; leave "
+                    f"{name} at {value!r}, or use tp=1"
+                )
 
     def _check_sizes(self) -> None:
         segment = self.max_segment_ms
@@ -331,6 +361,10 @@ class EngineConfig:
             )
         if self.activations != "bf16":
             raise ConfigError(f"activations={self.activations!r} is for the CPU; use 'bf16'")
+        if self.tp > 1:
+            raise ConfigError(
+                f"tp={self.tp}: ranks compute on the CPU, and device='cuda' has one rank; use tp=1"
+            )
 
     @property
     def on_device(self) -> bool:

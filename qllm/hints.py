@@ -15,7 +15,7 @@ HINTS = {
     "no_enable_prefix_caching": "set prefix_cache to false",
     "swap_space": "set swap_kv_tokens",
     "scheduling_policy": "set policy",
-    "tensor_parallel_size": "one engine has one device; engine_address takes several engines",
+    "tensor_parallel_size": "set tp",
     "pipeline_parallel_size": "one engine has one device; engine_address takes several engines",
     "data_parallel_size": "one engine has one device; engine_address takes several engines",
     "quantization": "a checkpoint says it itself; expert_weights rounds a bf16 one",

@@ -164,6 +164,7 @@ class QLLMEngine:
         config.check_place(run_in, str(device))
         how = {"dtype": dtype, "device": device, "load_format": load_format}
         how |= {"trust_remote_code": trust_remote_code, "expert_weights": config.expert_weights}
+        how["tp"] = config.tp
         if run_in == "thread":
             from qllm.frontend.thread import ThreadClient
             from qllm.models.loader import load

@@ -11,6 +11,7 @@ from qllm.cli.app import (
     FAILED,
     Device,
     Memory,
+    Ranks,
     app,
     clean,
     one_line,
@@ -71,6 +72,7 @@ def serve(
         ),
     ] = None,
     memory: Memory = None,
+    tp: Ranks = None,
     state_dir: Annotated[
         str | None,
         typer.Option(help="Folder of batches and kept responses; without one there are none."),
@@ -116,7 +118,7 @@ def serve(
     if of_ray and not ray:
         raise ConfigError(f"{of_ray[0]} is a setting of Ray; give --ray too")
     engine_settings, policy_settings = split_settings(
-        (text for text in setting or () if text not in of_ray), memory
+        (text for text in setting or () if text not in of_ray), memory=memory, tp=tp
     )
     named = {
         "model": model,

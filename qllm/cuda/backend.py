@@ -8,7 +8,7 @@ takes effect soon.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -209,6 +209,8 @@ class CudaBackend:
         finally:
             self.drivers = self.layers.drivers
             self.layers.norms.enter()
+
+    ranks: Sequence[Mapping[str, int]] = ()
 
     @property
     def bytes_read(self) -> int:

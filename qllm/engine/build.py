@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from qllm.config import EngineConfig
+from qllm.cores import usable_cores
 from qllm.cuda.copies import measured_bytes_per_ms
 from qllm.cuda.pages import Spare
 from qllm.cuda.streams import StreamApi
@@ -77,6 +78,8 @@ def make_runner(model: Any, config: EngineConfig) -> TorchRunner:
         ConfigError: A setting that CUDA does not support.
         ModelError: The model cannot be run safely.
     """
+    if config.tp > 1:
+        return _on_ranks(model, config)
     if model.device.type != "cuda":
         return cpu_runner(
             model,
@@ -109,6 +112,27 @@ def make_runner(model: Any, config: EngineConfig) -> TorchRunner:
         max_total_tokens=config.pool_tokens,
         graphs=None if config.kernels == "fast" else False,
         spare=spare_of(config, CudaBackend.why_inexact, TorchStreams, model.device),
+    )
+
+
+def _on_ranks(model: Any, config: EngineConfig) -> TorchRunner:
+    """Return the runner of a model that is split over ranks, which share the engine's threads."""
+    from qllm.sharded.runner import sharded_runner
+
+    cores = usable_cores()
+    if config.tp > cores:
+        raise ConfigError(
+            f"tp={config.tp} is too many ranks: this process may use {cores} cores, and each rank "
+            f"needs one; use tp={cores} or less"
+        )
+    return sharded_runner(
+        model,
+        config.tp,
+        max_segment_ms=config.max_segment_ms,
+        expert_weights=config.expert_weights,
+        activations=config.activations,
+        threads=max(1, torch.get_num_threads() // config.tp),
+        deadline_s=config.rank_deadline_s,
     )
 
 
@@ -239,7 +263,9 @@ class LoadedRunner:
             self.runner = make_runner(model, config)
         try:
             if not on_cuda:
-                config, self.memory = choose(config, cpu_costs(config, self.runner, self.drafting))
+                pids = [rank["pid"] for rank in self.runner.backend.ranks[1:]]
+                costs = cpu_costs(config, self.runner, self.drafting)
+                config, self.memory = choose(config, costs, ranks=pids)
             self.config = config
             if config.conformance:
                 drivers = ", ".join(sorted(set(map(str, self.runner.drivers))))
@@ -289,6 +315,7 @@ class LoadedRunner:
             "weight_bytes": self.weight_bytes,
             "memory": self.memory,
             "pid": os.getpid(),
+            "ranks": list(self.runner.backend.ranks),
             "kv_blocks": self.config.num_blocks,
             "frames": frames,
             "preempt_latencies_ms": [ns / NS_PER_MS for ns in list(loop.preempt_latencies_ns)],

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -150,7 +150,13 @@ def _told(file: Path) -> dict[str, Any] | None:
 
 
 def choose_sizes(
-    claim: Claim, weight_bytes: int, config: EngineConfig, costs: Costs, *, on_cuda: bool
+    claim: Claim,
+    weight_bytes: int,
+    config: EngineConfig,
+    costs: Costs,
+    *,
+    on_cuda: bool,
+    ranks: Sequence[int] = (),
 ) -> tuple[EngineConfig, dict[str, int]]:
     """Choose the open sizes.
 
@@ -163,12 +169,13 @@ def choose_sizes(
         config: Settings.
         costs: Numbers of the loaded model.
         on_cuda: True for the memory of the GPU.
+        ranks: Process ids of the model's other ranks.
 
     Raises:
         ConfigError: The model or the sizes do not fit, as in `free_for` and `sized`.
     """
     with claim.others() as others:
-        free = free_for(config, weight_bytes, others, on_cuda=on_cuda)
+        free = free_for(config, weight_bytes, others, on_cuda=on_cuda, ranks=ranks)
         found = sized(config, free, costs)
         memory = memory_of(found, costs, free)
         taken = memory["kv_bytes"] + memory["kept_bytes"]
@@ -176,7 +183,14 @@ def choose_sizes(
     return found, memory
 
 
-def free_for(config: EngineConfig, weight_bytes: int, others: Others, *, on_cuda: bool) -> int:
+def free_for(
+    config: EngineConfig,
+    weight_bytes: int,
+    others: Others,
+    *,
+    on_cuda: bool,
+    ranks: Sequence[int] = (),
+) -> int:
     """Return the bytes that an engine may take in addition to the loaded model.
 
     With the setting `memory`, the result is the rest of `memory`. Otherwise the result is a share
@@ -187,11 +201,12 @@ def free_for(config: EngineConfig, weight_bytes: int, others: Others, *, on_cuda
         weight_bytes: Bytes of the model's weights.
         others: Claims of the other engines.
         on_cuda: True for the memory of the GPU.
+        ranks: Process ids of the model's other ranks.
 
     Raises:
         ConfigError: `memory` is more than the machine has, or too little for the model.
     """
-    free, held, whole = _of_device() if on_cuda else _of_machine(weight_bytes)
+    free, held, whole = _of_device() if on_cuda else _of_machine(weight_bytes, ranks)
     if config.memory is None:
         return max(0, free - others.num_bytes) // (1 + others.num_open)
     budget = int(config.memory)
@@ -206,12 +221,14 @@ def free_for(config: EngineConfig, weight_bytes: int, others: Others, *, on_cuda
     return budget - held
 
 
-def _of_machine(weight_bytes: int) -> tuple[int, int, int]:
-    """Return the free bytes, the bytes that this process holds, and all bytes.
+def _of_machine(weight_bytes: int, ranks: Sequence[int]) -> tuple[int, int, int]:
+    """Return the free bytes, the bytes that this process and its ranks hold, and all bytes.
 
     Weights may be mapped files. Linux counts the memory of such files as free.
     """
-    held = held_bytes() or Held(0, 0)
+    pids: list[int | str] = ["self", *ranks]
+    each = [held_bytes(pid) or Held(0, 0) for pid in pids]
+    held = Held(sum(one.own for one in each), max(one.in_files for one in each))
     in_files = max(held.in_files, weight_bytes - held.own)
     return free_bytes() - in_files, held.own + in_files, memory_bytes()
 

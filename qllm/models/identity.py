@@ -1,14 +1,22 @@
 """The identity of a model: its class, its settings, a sample of its weights."""
 
 import hashlib
+from operator import itemgetter
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from qllm.models.discover import base_model
 from qllm.models.weights.expert_file import all_in_file
-from qllm.models.weights.quantised_experts import QuantisedExperts, all_quantised
+from qllm.models.weights.on_demand import OnDemand, all_on_demand, held_experts
+from qllm.models.weights.quantised_experts import WEIGHTS, QuantisedExperts
 from qllm.models.weights.quantised_linears import QuantisedLinear, all_linears
+
+SAMPLES = 64
+"""Number of values of a parameter in the identity."""
+STACK = 3
+"""Dimensions of a stack of experts. Its first and last weight are sampled, because a rank does not
+read the others."""
 
 
 def identity(model: nn.Module, expert_weights: str = "auto", activations: str = "bf16") -> str:
@@ -24,18 +32,34 @@ def identity(model: nn.Module, expert_weights: str = "auto", activations: str = 
     for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
         settings.pop(name, None)
     digest.update(repr(sorted(settings.items(), key=lambda item: item[0])).encode())
-    quantised: dict[str, QuantisedExperts | QuantisedLinear]
-    quantised = {**all_quantised(model), **all_linears(model)}
+    quantised: dict[str, QuantisedExperts | OnDemand | QuantisedLinear]
+    quantised = {**held_experts(model), **all_linears(model)}
     for name, held in quantised.items():
         digest.update(f"{name}{held.kind}".encode() + held.sample())
     for name, place in all_in_file(model).items():
         digest.update(f"{name}{place.digest()}".encode())
-    for name, parameter in model.named_parameters():
-        if parameter.device.type == "meta":
+    ends = _ends_of(model)
+    for name, parameter in sorted(model.named_parameters(), key=itemgetter(0)):
+        own = parameter.detach()
+        if name in ends:
+            own = torch.stack(ends[name])
+        elif own.device.type == "meta":
             digest.update(f"{name}{tuple(parameter.shape)}".encode())
             continue
-        flat = parameter.detach().reshape(-1)
-        some = flat[:: max(1, flat.numel() // 64)][:64].contiguous().cpu()
+        elif own.dim() == STACK:
+            own = own[[0, -1]]
+        flat = own.reshape(-1)
+        some = flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES].contiguous().cpu()
         digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
         digest.update(some.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _ends_of(model: nn.Module) -> dict[str, list[Tensor]]:
+    """Return the first and the last of plain weights that are read on demand, by parameter."""
+    found = {name: one for name, one in all_on_demand(model).items() if not one.is_quantised}
+    return {
+        f"{name}.{own}": pair
+        for name, one in found.items()
+        for own, pair in zip(WEIGHTS, one.ends(), strict=True)
+    }

@@ -26,7 +26,8 @@ from qllm.models.generation import eos_token_ids, sampling_defaults, unlisted_en
 from qllm.models.parts.inventory import changed
 from qllm.models.tokenizer import tokenizer_in
 from qllm.models.weights.checkpoint import Checkpoint, Shards, checkpoint_in
-from qllm.models.weights.experts_in_file import ExpertsInFile
+from qllm.models.weights.experts_apart import ExpertsApart
+from qllm.models.weights.experts_on_demand import ExpertsOnDemand
 from qllm.models.weights.formats.layout import PLAIN, Stored
 from qllm.models.weights.formats.rounding import ROUNDINGS
 from qllm.models.weights.gguf_file import checkpoint_of, config_of, open_file
@@ -84,7 +85,8 @@ def load(
     trust_remote_code: bool = False,
     load_format: str = "auto",
     expert_weights: str = "auto",
-    experts: ExpertsInFile | None = None,
+    experts: ExpertsApart | None = None,
+    tp: int = 1,
 ) -> LoadedModel:
     """Load a model and its tokenizer.
 
@@ -103,6 +105,7 @@ def load(
         expert_weights: Format of experts, see `EngineConfig`; "int4" and "mxfp4" round weights
             while they are read.
         experts: Place of the experts outside the model; None keeps them in the model.
+        tp: Number of ranks that will share the model. Several ranks read their own experts later.
 
     Raises:
         ConfigError: An unknown name, dtype, device or load format, or a model without experts that
@@ -121,6 +124,8 @@ def load(
             f"experts in a file are read from a checkpoint into RAM: load_format={load_format!r} "
             f"on device={str(device)!r} has none; use load_format='auto' on the CPU"
         )
+    if tp > 1 and experts is None and not dummy:
+        experts = ExpertsOnDemand()
     name, folder = locate(os.fspath(name_or_path), weights=not dummy, code=trust_remote_code)
     config = _config(name, folder, trust_remote_code)
     how = expert_weights, experts
@@ -332,7 +337,7 @@ def _of_folder(
     device: torch.device,
     trust_remote_code: bool,
     expert_weights: str,
-    experts: ExpertsInFile | None,
+    experts: ExpertsApart | None,
 ) -> tuple[PreTrainedModel, str | None]:
     """Return a model of safetensors, and how its weights were stored if they are quantised."""
     rounding = expert_weights if expert_weights in ROUNDINGS else None
@@ -366,7 +371,7 @@ def _of_gguf(
     dtype: torch.dtype | None,
     device: torch.device,
     expert_weights: str,
-    experts: ExpertsInFile | None,
+    experts: ExpertsApart | None,
 ) -> tuple[PreTrainedModel, str]:
     """Return a model of a GGUF file, and how its weights were stored."""
     with _reading():
@@ -401,13 +406,13 @@ def _streamed(
     dtype: torch.dtype | None,
     device: torch.device,
     rounding: str | None = None,
-    experts: ExpertsInFile | None = None,
+    experts: ExpertsApart | None = None,
 ) -> tuple[PreTrainedModel, str]:
     """Return a model of an open checkpoint, and how its weights were stored."""
     if not _is_known(config):
         advice = "is quantised and brings its own modelling code; load bfloat16 weights"
         if experts is not None:
-            advice = "brings its own modelling code; load it without a file of experts"
+            advice = f"brings its own modelling code; {experts.advice}"
         raise ModelError(f"model {name!r} {advice}")
     if rest:
         _refuse_by_header(name, config, rest, checkpoint.quantised)
@@ -416,7 +421,10 @@ def _streamed(
     if dtype is None and not is_plain and kind is torch.float16:
         kind = torch.bfloat16
     if experts is not None and kind is not torch.bfloat16:
-        raise ConfigError(f"experts in a file are bfloat16, not {kind}; use dtype='bfloat16'")
+        raise ConfigError(
+            f"experts {experts.where} are bfloat16, not {kind}; use dtype='bfloat16', or "
+            f"{experts.advice}"
+        )
     for part in (config, config.get_text_config(decoder=True)):
         for key in ("quantization_config", "compression_config"):
             vars(part).pop(key, None)

@@ -8,6 +8,7 @@ from qllm.errors import ModelError
 from qllm.models.around import is_experts
 from qllm.models.discover import PACKED
 from qllm.models.weights.expert_file import all_in_file, in_file
+from qllm.models.weights.on_demand import all_on_demand, on_demand_in
 from qllm.models.weights.quantised import refuse_quantised
 from qllm.models.weights.quantised_experts import WEIGHTS, all_quantised, quantised_in
 from qllm.models.weights.quantised_linears import all_linears
@@ -25,7 +26,7 @@ def _refuse_tensor(name: str, tensor: Tensor) -> None:
 
 
 def _refuse_experts(name: str, experts: Any) -> None:
-    is_ours = quantised_in(experts) is not None or in_file(experts) is not None
+    is_ours = any(find(experts) is not None for find in (quantised_in, in_file, on_demand_in))
     if "forward" in vars(experts) and not is_ours:
         raise ModelError(f"{name}.forward was replaced on the instance (expert parallelism?)")
     if getattr(experts, "_is_expert_parallel", False):
@@ -37,7 +38,7 @@ def _refuse_experts(name: str, experts: Any) -> None:
         raise ModelError(f"{name} has layout flags qllm does not know: {', '.join(unknown)}")
 
 
-def _refuse_elsewhere(name: str, module: nn.Module, reads_files: bool) -> None:
+def _refuse_elsewhere(name: str, module: nn.Module, reads_files: bool, on_ranks: bool) -> None:
     """Refuse a module whose weights are not in its parameters."""
     if hasattr(module, PACKED):
         raise ModelError(
@@ -50,14 +51,20 @@ def _refuse_elsewhere(name: str, module: nn.Module, reads_files: bool) -> None:
             f"the experts of {name} are in {place.file.path}, and only a runner on one CPU reads "
             "them there; load the model without a file of experts"
         )
+    if on_demand_in(module) is not None and not on_ranks:
+        raise ModelError(
+            f"the experts of {name} are read by ranks, and this runner has none; load the model "
+            "without ranks"
+        )
 
 
-def refuse_unsafe(model: nn.Module, *, reads_files: bool = False) -> None:
+def refuse_unsafe(model: nn.Module, *, reads_files: bool = False, on_ranks: bool = False) -> None:
     """Refuse a model that the drivers would run incorrectly.
 
     Args:
         model: Whole model.
         reads_files: True if the runner reads experts that are in a file.
+        on_ranks: True if the runner has ranks, which read their own experts.
 
     Raises:
         ModelError: The model is unsafe; the text names the part and the reason.
@@ -67,8 +74,8 @@ def refuse_unsafe(model: nn.Module, *, reads_files: bool = False) -> None:
     if getattr(model, "use_kernels", False) or getattr(model, "_use_kernels", False):
         raise ModelError("use_kernels swaps modules for hub kernels; load with use_kernels=False")
     for name, module in model.named_modules():
-        _refuse_elsewhere(name, module, reads_files)
-    experts = {*all_quantised(model), *all_in_file(model)}
+        _refuse_elsewhere(name, module, reads_files, on_ranks)
+    experts = {*all_quantised(model), *all_in_file(model), *all_on_demand(model)}
     elsewhere = {f"{module}.{name}" for module in experts for name in WEIGHTS}
     elsewhere |= {f"{module}.weight" for module in all_linears(model)}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

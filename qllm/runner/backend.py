@@ -4,7 +4,7 @@ The runner has the requests, the frames and the ops of programs. A backend place
 attention, products and samples, and decides which ops of a program run in one call.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -64,6 +64,11 @@ class Backend(Protocol):
     @property
     def drivers(self) -> tuple[LayerDriver, ...]:
         """Drivers of all layers that compute at the moment."""
+        ...
+
+    @property
+    def ranks(self) -> Sequence[Mapping[str, int]]:
+        """`pid` and `weight_bytes` of each rank; empty without ranks."""
         ...
 
     @property

@@ -1,7 +1,7 @@
 """The CPU backend: this project's kernels where they can compute, else torch. KV lies in slabs."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -130,6 +130,7 @@ class CpuBackend:
         """True if this project's kernels run every layer."""
         return self.sweep.num_layers == len(self.drivers) or self.compute.is_ours
 
+    ranks: Sequence[Mapping[str, int]] = ()
     shares_blocks = False
     copy_bytes_per_ms = 4_000_000
     """Nominal copy rate of one thread."""

@@ -51,6 +51,7 @@ class TorchRunner:
         rounding: `expert_weights` and `activations` of `EngineConfig`, which are part of the
             identity.
         reads_files: True if the backend reads experts that are in a file.
+        on_ranks: True if the backend has ranks, which read their own experts.
         clock: Clock in nanoseconds that measures segments.
 
     Raises:
@@ -66,9 +67,10 @@ class TorchRunner:
         *,
         rounding: tuple[str, str] = ("auto", "bf16"),
         reads_files: bool = False,
+        on_ranks: bool = False,
         clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
-        refuse_unsafe(model, reads_files=reads_files)
+        refuse_unsafe(model, reads_files=reads_files, on_ranks=on_ranks)
         self.model = model
         self.parts = parts = discover(model)
         self.segments: Segments = Longest()

@@ -18,11 +18,13 @@ from typing import NamedTuple
 
 import torch
 
-from qllm.errors import DeviceError, InvariantError
+from qllm.errors import DeviceError, InvariantError, QllmError
 from qllm.kernels import cpu
 from qllm.sharded.memory import SharedMemory
 from qllm.sharded.rank import RankWeights, SplitModel
 
+FIRST_FILE = 3
+"""First open file of a process after its standard input and outputs."""
 DEADLINE_S = 30.0
 """Seconds that a rank waits for the others."""
 END_S = 5.0
@@ -92,10 +94,13 @@ class Group:
                 cpu.set_threads(threads)
                 own = RankWeights(split, rank)
                 own.struct.group, own.struct.processes = address, self._pids.data_ptr()
-            except Exception:  # noqa: BLE001 - rank 0 raises it
-                reports.send(traceback.format_exc())
+            except Exception as error:  # noqa: BLE001 - rank 0 raises it
+                is_ours = isinstance(error, QllmError)
+                reports.send(str(error) if is_ours else traceback.format_exc())
                 return
             reports.send(None)
+            # the engine's clients must see its sockets closed as soon as rank 0 ends
+            os.closerange(FIRST_FILE, os.sysconf("SC_OPEN_MAX"))
             cpu.native.serve(own.address)
 
         self._processes = [_start(serve, rank) for rank in range(1, self.size)]

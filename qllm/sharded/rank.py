@@ -52,7 +52,7 @@ def split_model(
         ModelError: A part of the model cannot be split.
         ConfigError: The model cannot be split over so many ranks, or has no such experts.
     """
-    refuse_unsafe(model)
+    refuse_unsafe(model, on_ranks=True)
     with inference():
         parts = discover(model)
         refuse_unsplit(base_model(model).config.model_type, parts)

@@ -80,7 +80,8 @@ def sharded_runner(
         return made
 
     try:
-        return TorchRunner(model, backend, rounding=(expert_weights, activations), clock=clock)
+        rounding = expert_weights, activations
+        return TorchRunner(model, backend, rounding=rounding, on_ranks=True, clock=clock)
     except BaseException:
         group.close()
         raise
@@ -157,6 +158,8 @@ class RankBackend(CpuBackend):
         self.group, self._memory = group, memory
         compute = RankCompute(split, group, memory, rows_from)
         super().__init__(split.model, split.parts, compute, max_segment_ms, batch_invariant=True)
+        pids = zip(group.processes, split.plan.ranks, strict=True)
+        self.ranks = [{"pid": pid, "weight_bytes": plan.num_bytes} for pid, plan in pids]
         self._heads = [plan.layers[0].kv_heads for plan in split.plan.ranks]
 
     def close(self) -> None:

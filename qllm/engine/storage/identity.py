@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from hashlib import blake2b
 from importlib.metadata import version
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -12,7 +13,8 @@ from torch import nn
 from qllm import kernels
 from qllm.engine.storage.file import Layout
 from qllm.models.weights.expert_file import all_in_file
-from qllm.models.weights.quantised_experts import QuantisedExperts, all_quantised
+from qllm.models.weights.on_demand import OnDemand, all_on_demand, held_experts
+from qllm.models.weights.quantised_experts import QuantisedExperts
 from qllm.models.weights.quantised_linears import QuantisedLinear, all_linears
 from qllm.models.weights.quantised_weights import checksum
 from qllm.runner.layers.drivers import LayerDriver
@@ -56,16 +58,26 @@ def weights_digest(model: nn.Module) -> str:
 
     Buffers decide bits too: corrections of routers, angles of rotations.
     """
-    plain = [weight.detach() for weight in model.parameters() if weight.device.type != "meta"]
+    apart = {name: one for name, one in all_on_demand(model).items() if not one.is_quantised}
+
+    def checksum_of(pair: tuple[str, nn.Parameter]) -> int:
+        path, _, name = pair[0].rpartition(".")
+        return apart[path].checksums[name] if pair[1].is_meta else checksum(pair[1].detach())
+
+    plain = [
+        (name, weight)
+        for name, weight in sorted(model.named_parameters(), key=itemgetter(0))
+        if not weight.is_meta or name.rpartition(".")[0] in apart
+    ]
     buffers = dict(model.named_buffers())
-    quantised = {**all_quantised(model), **all_linears(model)}
+    quantised = {**held_experts(model), **all_linears(model)}
     with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
-        sums: list[object] = list(pool.map(checksum, plain))
+        sums: list[object] = list(pool.map(checksum_of, plain))
         sums += zip(buffers, pool.map(checksum, buffers.values()), strict=True)
         sums += zip(quantised, pool.map(_digest, quantised.values()), strict=True)
     sums += [(name, place.digest()) for name, place in all_in_file(model).items()]
     return blake2b(repr(sums).encode(), digest_size=16).hexdigest()
 
 
-def _digest(held: QuantisedExperts | QuantisedLinear) -> str:
+def _digest(held: QuantisedExperts | OnDemand | QuantisedLinear) -> str:
     return held.digest()

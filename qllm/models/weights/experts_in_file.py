@@ -11,25 +11,22 @@ become alike as in such a load. The modules of experts then have parameters with
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from hashlib import blake2b
-from itertools import chain
 from pathlib import Path
 from queue import SimpleQueue
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from qllm.block_file import FileLock
 from qllm.errors import ConfigError, ModelError
 from qllm.kernels import cpu
 from qllm.kernels.cpu.experts import BF16, Experts, Formats
 from qllm.kernels.quantised import Quantised
-from qllm.models.parts.known import experts as known_experts
-from qllm.models.weights.checkpoint import Checkpoint, naming
+from qllm.models.weights.checkpoint import naming
 from qllm.models.weights.expert_file import (
     CodeFormat,
     ExpertFile,
@@ -43,10 +40,9 @@ from qllm.models.weights.expert_file import (
     written,
 )
 from qllm.models.weights.expert_source import ExpertSource
-from qllm.models.weights.formats.rounding import INT8_GROUPS, ROUNDINGS
-from qllm.models.weights.places import Place, by_module, places_of
+from qllm.models.weights.experts_apart import ExpertsApart
+from qllm.models.weights.formats.rounding import INT8_GROUPS
 from qllm.models.weights.quantised import Method
-from qllm.models.weights.quantised_experts import WEIGHTS
 
 READERS = 8
 """Most threads that read and pack."""
@@ -58,7 +54,7 @@ SAMPLES, SAMPLE_BYTES = 256, 4096
 _log = logging.getLogger("qllm")
 
 
-class ExpertsInFile:
+class ExpertsInFile(ExpertsApart):
     """The place of a model's experts: a file, which is written by the first load of the model.
 
     Args:
@@ -68,11 +64,12 @@ class ExpertsInFile:
             format, one parameter of the layer is read whole.
     """
 
+    where, advice = "in a file", "load without a file"
+
     def __init__(self, path: Path, max_bytes: int) -> None:
+        super().__init__()
         self._path, self._max_bytes = path, max_bytes
         self._says: dict[str, str] = {}
-        self._expert_weights = "auto"
-        self._sources: list[ExpertSource] = []
         self._file: ExpertFile | None = None
 
     @property
@@ -82,20 +79,7 @@ class ExpertsInFile:
         return self._file
 
     def identify(self, files: Sequence[Path], method: Method | None, expert_weights: str) -> None:
-        """Set everything that decides the bytes of packed experts.
-
-        Args:
-            files: Files of the checkpoint's weights.
-            method: The checkpoint's quantisation; None if it has none of its own.
-            expert_weights: Format of experts, see `EngineConfig`.
-
-        Raises:
-            ConfigError: The format of experts is unknown.
-        """
-        known = ("auto", *INT8_GROUPS, *ROUNDINGS)
-        if expert_weights not in known:
-            raise ConfigError(f"expert_weights={expert_weights!r} must be one of {known}")
-        self._expert_weights = expert_weights
+        super().identify(files, method, expert_weights)
         found = None if method is None else [method.name, dict(method.settings)]
         text = json.dumps(found, sort_keys=True, default=str)
         self._says = {
@@ -105,24 +89,7 @@ class ExpertsInFile:
             "kernels": cpu.kind(),
         }
 
-    def take(self, skeleton: PreTrainedModel, checkpoint: Checkpoint) -> Checkpoint:
-        """Open the file, or write it, and return the checkpoint without its experts.
-
-        Raises:
-            ConfigError: The file cannot be used or written, `max_bytes` has no room for an expert,
-                or the kernels do not support the experts.
-            ModelError: Weights cannot be read, or do not fit the model.
-        """
-        places = places_of(skeleton, chain(checkpoint.plain, checkpoint.quantised))
-        _refuse_others(skeleton, {place.module for place in places.values()})
-        self._refuse_rounded_twice(places, checkpoint)
-        rounding = ROUNDINGS.get(self._expert_weights)
-        names = by_module(places)
-        self._sources = [
-            ExpertSource(path, module, names[path], places, checkpoint, rounding)
-            for path, module in skeleton.named_modules()
-            if path in names
-        ]
+    def _prepare(self) -> None:
         cpu.set_threads(torch.get_num_threads())
         with self._naming():
             self._file = self._opened() or self._written()
@@ -132,23 +99,10 @@ class ExpertsInFile:
                 f"the experts in {str(self._path)!r} cannot be used: they have other layers or "
                 "shapes than the model; delete the file"
             )
-        plain, quantised = checkpoint.plain.items(), checkpoint.quantised.items()
-        return checkpoint._replace(
-            plain={name: read for name, read in plain if name not in places},
-            quantised={name: read for name, read in quantised if name not in places},
-        )
 
-    def names(self) -> list[str]:
-        """Return the parameters that transformers must not load."""
-        return [f"{source.path}.{name}" for source in self._sources for name in WEIGHTS]
-
-    def enter(self, model: nn.Module) -> list[str]:
-        """Give the model's experts parameters without memory; return a format for each layer."""
-        for number, source in enumerate(self._sources):
-            empty, own = source.module._parameters, model.get_submodule(source.path)
-            own._parameters.update({name: empty[name] for name in WEIGHTS})
-            leave_in_file(own, InFile(self.file, number, self._max_bytes))
-        return [f"{_kind_of(layer)} in a file" for layer in self.file.layers]
+    def _leave(self, module: nn.Module, number: int) -> str:
+        leave_in_file(module, InFile(self.file, number, self._max_bytes))
+        return f"{_kind_of(self.file.layers[number])} in a file"
 
     # -- the file
 
@@ -217,14 +171,6 @@ class ExpertsInFile:
                 "a folder that exists and may be written"
             ) from error
 
-    def _refuse_rounded_twice(self, places: Mapping[str, Place], checkpoint: Checkpoint) -> None:
-        codes = sorted(name for name in places if name in checkpoint.quantised)
-        if codes and self._expert_weights != "auto":
-            raise ConfigError(
-                f"expert_weights={self._expert_weights!r} rounds bfloat16 weights, and {codes[0]} "
-                "is quantised already; use 'auto'"
-            )
-
 
 def digest_of(files: Sequence[Path]) -> str:
     """Return a digest of the sizes, the times of change and a sample of the bytes of files.
@@ -240,29 +186,6 @@ def digest_of(files: Sequence[Path]) -> str:
             for i in range(SAMPLES):
                 digest.update(os.pread(file.fileno(), SAMPLE_BYTES, last * i // (SAMPLES - 1)))
     return digest.hexdigest()
-
-
-def _refuse_others(model: PreTrainedModel, found: set[str]) -> None:
-    """Refuse a model with experts that would stay in memory."""
-    if cpu.MISSING is not None:
-        raise ConfigError(f"experts in a file need our CPU kernels: {cpu.MISSING}")
-    if not found:
-        raise ConfigError("the model has no experts that can be in a file; load it without a file")
-    for path, module in model.named_modules():
-        weights = [module._parameters.get(name) for name in WEIGHTS]
-        stacks = [weight for weight in weights if weight is not None and weight.dim() == 3]
-        if path not in found and len(stacks) < len(WEIGHTS):
-            continue
-        sizes = [size for weight in stacks for size in weight.shape[1:]]
-        if not hasattr(module, "is_transposed") or known_experts(module).kind is None:
-            why = "our kernels do not know how they compute"
-        elif path not in found:
-            why = "its checkpoint stores them in a way that cannot be read expert by expert"
-        elif any(size % 2 for size in sizes):
-            why = f"their sizes {sizes} are not all even"
-        else:
-            continue
-        raise ConfigError(f"the experts of {path} cannot be in a file: {why}; load without a file")
 
 
 @contextmanager

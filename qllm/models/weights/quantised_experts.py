@@ -57,6 +57,10 @@ class QuantisedExperts:
         module.forward = self._forward()
         setattr(module, ATTRIBUTE, self)
 
+    def leave(self) -> None:
+        """Leave the module, whose parameters and forward the caller restores."""
+        delattr(self._module, ATTRIBUTE)
+
     @property
     def reads(self) -> str:
         """Text of codes and group, and the type of activations if that is not bf16."""

@@ -20,6 +20,7 @@ from qllm.kernels import cpu, rounded
 from qllm.kernels.cpu.quantised import problem_of
 from qllm.kernels.quantised import Quantised
 from qllm.models.weights.expert_file import all_in_file
+from qllm.models.weights.on_demand import all_on_demand
 from qllm.models.weights.quantised_experts import ATTRIBUTE, QuantisedExperts, all_quantised
 from qllm.models.weights.quantised_weights import checksum, sample_of, tensors_of
 
@@ -110,6 +111,7 @@ def weight_bytes(model: nn.Module) -> int:
     held = [*all_quantised(model).values(), *all_linears(model).values()]
     # a runner has this much of the experts that are in a file
     found = [min(p.max_bytes, p.file.num_bytes) for p in all_in_file(model).values()]
+    plain += sum(one.num_bytes for one in all_on_demand(model).values())
     return plain + sum(one.num_bytes for one in held) + max(found, default=0)
 
 

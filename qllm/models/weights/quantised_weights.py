@@ -30,9 +30,13 @@ class _Weights(ABC):
     def tensors(self) -> list[Tensor]:
         """Return all tensors of the weights."""
 
+    @abstractmethod
+    def ends(self) -> list[Tensor]:
+        """Return the tensors of the first and of the last weight."""
+
     def sample(self) -> bytes:
-        """Return a few bytes of the weights, for the identity of the model."""
-        return b"".join(sample_of(tensor) for tensor in self.tensors())
+        """Return a few bytes of the first and the last weight, for the identity of the model."""
+        return b"".join(sample_of(tensor) for tensor in self.ends())
 
     def digest(self) -> str:
         """Return a digest of every byte."""
@@ -108,6 +112,11 @@ class Weights(_Weights):
             return list(self.stack.packed)
         return [tensor for one in self._codes for tensor in tensors_of(one)]
 
+    def ends(self) -> list[Tensor]:
+        if self.stack is not None:
+            return [self.stack.packed[0], self.stack.packed[-1]]
+        return [tensor for i in (0, -1) for tensor in tensors_of(self._codes[i])]
+
 
 class DeviceWeights(_Weights):
     """E weights [n, k] of one shape and format in a checkpoint's layout, on a device.
@@ -169,6 +178,9 @@ class DeviceWeights(_Weights):
         """Return all tensors of the weights."""
         return tensors_of(self.whole)
 
+    def ends(self) -> list[Tensor]:
+        return [tensor for i in (0, self.num - 1) for tensor in tensors_of(self.whole.one(i))]
+
 
 def _refuse_far(worths: Tensor) -> None:
     """Refuse scales or offsets that the CPU kernels refuse: they could give values that are NaN."""
@@ -203,9 +215,9 @@ def sample_of(tensor: Tensor) -> bytes:
     return bytes(_as_bytes(flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES]))
 
 
-def checksum(tensor: Tensor) -> int:
-    """Return the CRC-32 of every byte of a tensor."""
-    return zlib.crc32(_as_bytes(tensor))
+def checksum(tensor: Tensor, before: int = 0) -> int:
+    """Return the CRC-32 of every byte of a tensor, after bytes with the checksum `before`."""
+    return zlib.crc32(_as_bytes(tensor), before)
 
 
 def _as_bytes(tensor: Tensor) -> memoryview:

@@ -31,7 +31,7 @@ from qllm.kernels.cpu.quantised import is_like, stacked
 from qllm.kernels.quantised import Quantised
 from qllm.models.weights.checkpoint import Checkpoint, naming
 from qllm.models.weights.conversions import alike, expanded
-from qllm.models.weights.experts_in_file import ExpertsInFile
+from qllm.models.weights.experts_apart import ExpertsApart
 from qllm.models.weights.formats.layout import Weight
 from qllm.models.weights.formats.rounding import ROUNDINGS
 from qllm.models.weights.places import Place, by_module, is_turned, places_of, targets_of
@@ -130,7 +130,7 @@ def stream(
     dtype: torch.dtype,
     device: torch.device,
     rounding: str | None = None,
-    experts: ExpertsInFile | None = None,
+    experts: ExpertsApart | None = None,
 ) -> tuple[PreTrainedModel, dict[str, Any], Outcome]:
     """Load a model.
 

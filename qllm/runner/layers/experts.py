@@ -16,6 +16,7 @@ from qllm.kernels import cpu
 from qllm.models.discover import ModelParts
 from qllm.models.weights.expert_file import in_file
 from qllm.models.weights.formats.rounding import ROUNDINGS
+from qllm.models.weights.on_demand import OnDemand, on_demand_in
 from qllm.models.weights.quantised_experts import (
     WEIGHTS,
     quantised_in,
@@ -23,7 +24,7 @@ from qllm.models.weights.quantised_experts import (
     rounded_before,
 )
 from qllm.runner.layers.file_bank import FileBank
-from qllm.runner.layers.native_experts import NativeBank, is_covered
+from qllm.runner.layers.native_experts import NativeBank, RankBank, is_covered
 from qllm.runner.layers.quantised_bank import OnAccess, QuantisedBank, dequantised
 from qllm.runner.layers.rows import PLAIN, RowRule
 from qllm.runner.layers.work import Bank, Unit, Work
@@ -42,12 +43,17 @@ class TorchBank:
         gate_up, down = module.gate_up_proj.detach(), module.down_proj.detach()
         if not module.is_transposed:
             gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
-        held = quantised_in(module)
+        held, apart = quantised_in(module), on_demand_in(module)
         self.up: Sequence[Tensor] = gate_up.unbind(0)
         self.down: Sequence[Tensor] = down.unbind(0)
         if held is not None:
             self.up, self.down = (
                 OnAccess(len(gate_up), partial(dequantised, held, name, module.is_transposed))
+                for name in WEIGHTS
+            )
+        if apart is not None:
+            self.up, self.down = (
+                OnAccess(len(gate_up), partial(_matrix, apart, name, module.is_transposed))
                 for name in WEIGHTS
             )
         if file is not None:
@@ -169,6 +175,9 @@ def expert_banks(
         if place is not None and residency is not None:
             file = FileBank(module, place, residency, activations)
             return file if native else TorchBank(module, rule, file, in_place=in_place)
+        apart = on_demand_in(module)
+        if apart is not None and native and is_covered(module):
+            return RankBank(module, apart, activations)
         held = quantised_in(module)
         if held is None and expert_weights in ROUNDINGS:
             held = round_experts(module, expert_weights)
@@ -183,6 +192,12 @@ def expert_banks(
         return NativeBank(module, expert_weights) if held is None else QuantisedBank(held, module)
 
     return tuple(None if m is None else bank(m) for m in modules)
+
+
+def _matrix(apart: OnDemand, name: str, is_transposed: bool, expert: int) -> Tensor:
+    """Return the matrix [in, out] of one expert's weight, which is read on demand."""
+    weight = apart.values(name, expert)
+    return weight if is_transposed else weight.t()
 
 
 def _residency_of(modules: Sequence[nn.Module | None], top_k: int) -> Residency | None:
@@ -212,6 +227,12 @@ def _refuse_others(modules: Sequence[nn.Module | None], native: bool, expert_wei
                 f"expert_weights={expert_weights!r} differs from that of the experts in "
                 f"{place.file.path}, {place.file.says['expert_weights']!r}; use that one, or load "
                 "with another file"
+            )
+        apart = on_demand_in(module)
+        if apart is not None and apart.expert_weights != expert_weights:
+            raise ConfigError(
+                f"expert_weights={expert_weights!r} differs from that of the load, "
+                f"{apart.expert_weights!r}; use that one"
             )
         if module is None or (native and is_covered(module)):
             continue

@@ -24,6 +24,7 @@ from qllm.models.discover import PACKED
 from qllm.models.parts.known import experts as known_experts
 from qllm.models.weights.expert_file import in_file
 from qllm.models.weights.formats.rounding import INT8_GROUPS
+from qllm.models.weights.on_demand import OnDemand, on_demand_in
 from qllm.models.weights.quantised_experts import WEIGHTS, quantised_in, say_rounded
 from qllm.runner.layers.work import Work
 from qllm.runner.residency import LayerResidency
@@ -36,7 +37,7 @@ inputs."""
 def is_covered(experts: Any) -> bool:
     """Return True if the kernels support experts: SwiGLU, or gpt_oss's clamped gate."""
     weights = [getattr(experts, name) for name in WEIGHTS]
-    is_packed = quantised_in(experts) is not None or in_file(experts) is not None
+    is_packed = any(find(experts) is not None for find in (quantised_in, in_file, on_demand_in))
     return (
         known_experts(experts).kind is not None
         and (is_packed or all(map(is_usable, weights)))
@@ -165,6 +166,30 @@ class NativeBank:
     def combine(self, slots_SD: Tensor, inverse_S: Tensor, weights_TK: Tensor) -> Tensor:
         """Return, per token, the sum over its k experts of weight times slot."""
         return cpu.combine(slots_SD, inverse_S, weights_TK)
+
+
+class RankBank(NativeBank):
+    """The experts of one layer, of which each rank reads and packs its own.
+
+    Args:
+        experts: Module that `is_covered`, whose weights are read on demand.
+        weights: Weights of the module.
+        activations: Dtype of the rows that products with integer weights read.
+    """
+
+    def __init__(self, experts: Any, weights: OnDemand, activations: str) -> None:
+        super().__init__(experts)
+        weights.activations, self._all = activations, weights
+        self.kernel = f"qllm {cpu.kind()} {weights.reads}".removesuffix(" bf16")
+        self.unit_bytes = weights.num_bytes // self.num_experts
+
+    def pack(self) -> None:
+        """Raise an error: the bank of all experts does not compute."""
+        raise InvariantError("experts that ranks read were packed as a whole")
+
+    def packed(self, experts: range) -> Experts:
+        """Read consecutive experts, and return them packed."""
+        return self._all.packed(experts, self._biases(experts), self._clamp)
 
 
 def _memory_of(kept: Tensor) -> Tensor:

@@ -40,6 +40,7 @@ def banner(engine: QLLMEngine, config: ServerConfig, load_s: float) -> list[str]
         f"{settings.max_num_seqs} requests per step; prefix cache: "
         f"{f'off, because {no_prefix}' if no_prefix else kept}",
         f"memory   {memory_line(engine, stats)}",
+        *([f"ranks    {ranks_line(stats)}"] * bool(stats.get("ranks"))),
         f"policy   {config.policy}, preempts at: {settings.preempt_at}, longest segment "
         f"{settings.max_segment_ms:g} ms; it stops {kernels.get('stops', 'between stages')}",
         *(
@@ -55,6 +56,12 @@ def banner(engine: QLLMEngine, config: ServerConfig, load_s: float) -> list[str]
             * has_http
         ),
     ]
+
+
+def ranks_line(stats: Mapping[str, Any]) -> str:
+    """Return the number of ranks, and the bytes of weights and the process of each."""
+    each = [f"{shown_bytes(r['weight_bytes'])} (pid {r['pid']})" for r in stats["ranks"]]
+    return f"{len(each)} processes with weights of {', '.join(each)}"
 
 
 def draft_model(stats: Mapping[str, Any]) -> str:
