@@ -129,6 +129,7 @@ def _on_ranks(model: Any, config: EngineConfig) -> TorchRunner:
         model,
         config.tp,
         max_segment_ms=config.max_segment_ms,
+        batch_invariant=config.batch_invariant,
         expert_weights=config.expert_weights,
         activations=config.activations,
         threads=max(1, torch.get_num_threads() // config.tp),

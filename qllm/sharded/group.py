@@ -132,9 +132,11 @@ class Group:
             DeviceError: A rank is missing. All further calls raise this error, too.
             InvariantError: Ranks stopped in different ops (I11).
         """
-        cpu.native.call_ranks(self.own.address, kind, what)
+        if not self._struct.failure:
+            cpu.native.call_ranks(self.own.address, kind, what)
         if not self._struct.failure:
             return
+        self._end()  # a rank that is stopped would hold up the end of this process
         if self._struct.failure == APART:
             raise InvariantError("ranks stopped in different ops (I11)")
         why = FAILURES[self._struct.failure].format(deadline=self._deadline_s)

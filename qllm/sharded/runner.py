@@ -40,6 +40,7 @@ def sharded_runner(
     tp: int,
     *,
     max_segment_ms: float = 5.0,
+    batch_invariant: bool = False,
     expert_weights: str = "auto",
     activations: str = "bf16",
     threads: int = 1,
@@ -55,6 +56,7 @@ def sharded_runner(
         model: Whole model in evaluation mode, in bf16, which no other runner drives.
         tp: Number of ranks.
         max_segment_ms: Most milliseconds of work between two boundaries.
+        batch_invariant: True for level L2: see `cpu_runner`.
         expert_weights: Format of experts: see `EngineConfig`.
         activations: Dtype of the inputs of quantised products: see `EngineConfig`.
         threads: Kernel threads of each rank.
@@ -75,7 +77,7 @@ def sharded_runner(
     group = Group(split, memory, threads, deadline_s)
 
     def backend(parts: ModelParts) -> RankBackend:
-        made = RankBackend(split, group, memory, max_segment_ms, rows_from)
+        made = RankBackend(split, group, memory, max_segment_ms, rows_from, batch_invariant)
         cpu.set_threads(threads)
         return made
 
@@ -145,6 +147,7 @@ class RankBackend(CpuBackend):
         memory: Memory that they share.
         max_segment_ms: Most milliseconds of work between two boundaries.
         rows_from: Least rows of an op whose output projection is split by rows.
+        batch_invariant: True for level L2: see `cpu_runner`.
     """
 
     def __init__(
@@ -154,10 +157,11 @@ class RankBackend(CpuBackend):
         memory: SharedMemory,
         max_segment_ms: float,
         rows_from: int,
+        batch_invariant: bool,
     ) -> None:
         self.group, self._memory = group, memory
         compute = RankCompute(split, group, memory, rows_from)
-        super().__init__(split.model, split.parts, compute, max_segment_ms, batch_invariant=True)
+        super().__init__(split.model, split.parts, compute, max_segment_ms, batch_invariant)
         pids = zip(group.processes, split.plan.ranks, strict=True)
         self.ranks = [{"pid": pid, "weight_bytes": plan.num_bytes} for pid, plan in pids]
         self._heads = [plan.layers[0].kv_heads for plan in split.plan.ranks]

@@ -31,7 +31,7 @@ def names_of(module: ModuleType, left_out: Mapping[str, str]) -> dict[str, Any]:
 
 def runner_on_ranks(model: Any, **settings: Any) -> TorchRunner:
     """Return a runner with the settings of `cpu_runner`, on ranks."""
-    for name in ("kernels", "batch_invariant", "max_packed_bytes"):
+    for name in ("kernels", "max_packed_bytes"):
         settings.pop(name, None)
     if model.dtype is not torch.bfloat16:
         model = copy.deepcopy(model).bfloat16()
