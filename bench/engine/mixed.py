@@ -134,6 +134,7 @@ def run_window(
     policy_settings: dict[str, Any] | None = None,
     grace_s: float = 3.0,
     tpot_target_ms: float | None = None,
+    threads: int = 1,
     **settings: Any,
 ) -> Window:
     """Serve one load under one policy in its own engine."""
@@ -143,7 +144,7 @@ def run_window(
         model,
         policy=policy,
         policy_settings=policy_settings,
-        threads=1,
+        threads=threads,
         record=True,
         conformance=False,
         **KV_SIZES,

@@ -16,7 +16,7 @@ from qllm.frontend.rings import RingClient
 
 OF_ONE_ENGINE = {
     "conformance", "handover_gib", "kv_dir", "kv_dir_gib", "kv_dir_reset", "record", "role",
-    "memory", "swap_kv_tokens",
+    "memory", "swap_kv_tokens", "tp", "rank_deadline_s",
 }  # fmt: skip
 """Settings that may differ between the engines of a fleet, because no answer depends on them."""
 CHOSEN = "chosen by the engine"
@@ -146,6 +146,7 @@ def card_of(name: str, hello: Any) -> Card:
     config |= dict.fromkeys(info.pop("chosen"), CHOSEN)
     parts = {what: config[what] for what in config if what not in OF_ONE_ENGINE}
     del info["name"]  # the same model may have different names and places
+    info["kernels"] = {key: name for key, name in info["kernels"].items() if key != "ranks"}
     parts |= {what if what not in config else f"{what} in use": info[what] for what in info}
     return Card(name, {**parts, "policy": hello.trace_meta["policy"]})
 

@@ -372,7 +372,7 @@ def _of_gguf(
     device: torch.device,
     expert_weights: str,
     experts: ExpertsApart | None,
-) -> tuple[PreTrainedModel, str]:
+) -> tuple[PreTrainedModel, str | None]:
     """Return a model of a GGUF file, and how its weights were stored."""
     with _reading():
         file = open_file(path)
@@ -407,8 +407,8 @@ def _streamed(
     device: torch.device,
     rounding: str | None = None,
     experts: ExpertsApart | None = None,
-) -> tuple[PreTrainedModel, str]:
-    """Return a model of an open checkpoint, and how its weights were stored."""
+) -> tuple[PreTrainedModel, str | None]:
+    """Return a model of an open checkpoint, and how its weights were stored if not plain."""
     if not _is_known(config):
         advice = "is quantised and brings its own modelling code; load bfloat16 weights"
         if experts is not None:
@@ -440,6 +440,8 @@ def _streamed(
             'expert_weights="auto"'
         )
     refuse_integers(model, name, rest)
+    if is_plain and not (outcome.kept or outcome.linears or outcome.expanded):
+        return model, None
     return model, outcome.text(rounding or checkpoint.format, kind)
 
 

@@ -198,9 +198,9 @@ class Compute:
             mlp
             | states
             | {
-                "experts": _listed(bank.kernel for bank in self.banks if bank is not None),
+                "experts": listed(bank.kernel for bank in self.banks if bank is not None),
                 "router": f"{ours} ({fused['router']} of {total} layers)" if native else "torch",
-                "linear": _listed(self._linears.kernels.elements()) or "in attention",
+                "linear": listed(self._linears.kernels.elements()) or "in attention",
                 "head": self.head.kernel,
                 "attention": attends(sdpa),
                 "sweep": f"{self.sweep.num_layers} of {total} layers in one call",
@@ -217,7 +217,8 @@ def _leave(banks: Iterable[Bank]) -> None:
             bank.unpack()
 
 
-def _listed(names: Any) -> str:
+def listed(names: Iterable[str]) -> str:
+    """Return names with the number of times that each occurs: "a (2), b (1)"."""
     counts = Counter(names)
     return ", ".join(f"{name} ({num})" for name, num in sorted(counts.items()))
 

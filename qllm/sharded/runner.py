@@ -17,7 +17,7 @@ from qllm.errors import ConfigError, DeviceError, shown
 from qllm.kernels import cpu
 from qllm.models.discover import ModelParts
 from qllm.models.parts.inventory import described, inventory
-from qllm.runner.compute import Compute, RunOp, driver_for
+from qllm.runner.compute import Compute, RunOp, driver_for, listed
 from qllm.runner.cpu import CpuBackend
 from qllm.runner.kv import RequestKV
 from qllm.runner.layers.rows import PLAIN
@@ -114,6 +114,10 @@ class RankCompute(Compute):
         self.embed = RankEmbedding(group, memory, parts)
         self.head = RankHead(group, memory, sweep.desks, parts)
         self._size, self._known = group.size, described(inventory(parts.layers))
+        has_mlp = [layer.shared is not None or not layer.is_moe for layer in parts.layers]
+        num_routers = sum(layer.router is not None for layer in parts.layers)
+        self._nums = {"attention": len(parts.layers), "router": num_routers}
+        self._nums |= {"mlp": sum(has_mlp)} if any(has_mlp) else {}
 
     def enter(self) -> None:
         """Do nothing: ranks have packed their weights."""
@@ -126,11 +130,13 @@ class RankCompute(Compute):
 
     @property
     def names(self) -> dict[str, str]:
-        ours = f"qllm {cpu.kind()}"
-        held = [bank.kernel for bank in self.banks if bank is not None]
-        parts = dict.fromkeys(("attention", "linear", "router", "mlp", "head"), ours)
-        return parts | {
-            "experts": ", ".join(sorted(set(held))) or "none",
+        ours, total = f"qllm {cpu.kind()}", len(self.drivers)
+        layers = {name: f"{ours} ({num} of {total} layers)" for name, num in self._nums.items()}
+        return layers | {
+            "experts": listed(bank.kernel for bank in self.banks if bank is not None),
+            "linear": "in attention",
+            "head": ours,
+            "sweep": f"{total} of {total} layers in one call",
             "parts": self._known,
             "ranks": str(self._size),
             "row_rule": "none",

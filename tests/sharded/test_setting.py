@@ -17,6 +17,7 @@ from qllm.config import NOT_ON_RANKS, EngineConfig
 from qllm.cores import held_bytes
 from qllm.engine import build
 from qllm.errors import ConfigError, ModelError, RequestFailedError
+from qllm.fleet.members import card_of
 from qllm.frontend.handle import Handle
 from qllm.kernels import cpu
 from tests.support.engines import freeze
@@ -160,6 +161,17 @@ def test_ranks_keep_no_file_of_the_engine_open() -> None:
     with QLLMEngine.from_pretrained("tiny", tp=2, **SOME) as engine:
         _, pid = ranks_of(engine)
         assert {int(path.name) for path in Path(f"/proc/{pid}/fd").iterdir()} <= {0, 1, 2}
+
+
+def test_engines_of_a_fleet_may_have_different_numbers_of_ranks() -> None:
+    """Their cards are equal: an answer does not depend on ranks."""
+    found = []
+    for tp in (1, 2):
+        with QLLMEngine.from_pretrained("tiny", tp=tp, takes_digest=True, **SOME) as engine:
+            client: Any = engine._client
+            found.append(card_of("here", client.hello))
+    found[0].check(found[1])
+    assert found[0].digest == found[1].digest
 
 
 # -- sizes

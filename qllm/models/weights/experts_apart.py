@@ -78,13 +78,13 @@ class ExpertsApart(ABC):
         return [f"{source.path}.{name}" for source in self._sources for name in WEIGHTS]
 
     def enter(self, model: nn.Module) -> list[str]:
-        """Give the model's experts parameters without memory; return a format for each layer."""
+        """Give the model's experts parameters without memory; return formats for the log."""
         found = []
         for number, source in enumerate(self._sources):
             empty, own = source.module._parameters, model.get_submodule(source.path)
             own._parameters.update({name: empty[name] for name in WEIGHTS})
             found.append(self._leave(own, number))
-        return found
+        return list(filter(None, found))
 
     @abstractmethod
     def _prepare(self) -> None:
@@ -92,7 +92,7 @@ class ExpertsApart(ABC):
 
     @abstractmethod
     def _leave(self, module: nn.Module, number: int) -> str:
-        """Mark the module of a source. Return the format and the place of its experts."""
+        """Mark the module of a source. Return its format for the log; "" for plain weights."""
 
     def _refuse_others(self, model: PreTrainedModel, found: set[str]) -> None:
         """Refuse a model with experts that would stay in memory."""

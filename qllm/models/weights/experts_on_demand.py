@@ -17,4 +17,4 @@ class ExpertsOnDemand(ExpertsApart):
     def _leave(self, module: nn.Module, number: int) -> str:
         made = OnDemand(module, self._sources[number], self._expert_weights)
         leave_for_ranks(module, made)
-        return f"{made.kind}, read by ranks"
+        return made.kind if made.is_quantised else ""
