@@ -103,6 +103,18 @@ def test_a_model_in_memory_is_split(how: str) -> None:
     assert found[0] == found[1]
 
 
+@pytest.fixture(scope="module")
+def undrafted() -> list[Any]:
+    with QLLMEngine.from_pretrained("tiny", **SOME) as engine:
+        return answers_of(submit_all(engine))
+
+
+@pytest.mark.parametrize("draft", ["lookup", "exit:2", "model:tiny"])
+def test_drafts_on_ranks_change_no_answer(draft: str, undrafted: list[Any]) -> None:
+    with QLLMEngine.from_pretrained("tiny", tp=2, draft=draft, **SOME) as engine:
+        assert answers_of(submit_all(engine)) == undrafted
+
+
 @pytest.mark.parametrize("before", [1, 2])
 def test_a_checkpoint_goes_on_with_another_number_of_ranks(tmp_path: Path, before: int) -> None:
     path = tmp_path / "requests"
