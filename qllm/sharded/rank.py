@@ -12,7 +12,7 @@ from qllm.errors import ModelError
 from qllm.kernels import cpu
 from qllm.models.discover import ModelParts, base_model, discover
 from qllm.models.unsafe import refuse_unsafe
-from qllm.models.weights.activations import read_rows
+from qllm.models.weights.activations import read_rows, refuse_other_activations
 from qllm.runner.inference import inference
 from qllm.runner.layers.experts import expert_banks
 from qllm.runner.layers.linears import HEAD_BLOCK
@@ -55,6 +55,7 @@ def split_model(
     refuse_unsafe(model, on_ranks=True)
     with inference():
         parts = discover(model)
+        refuse_other_activations(model, activations, "fast", expert_weights)
         refuse_unsplit(base_model(model).config.model_type, parts)
         plan = plan_of(shape_of(parts), tp)
         read_rows(model, activations)

@@ -151,6 +151,15 @@ def test_another_format_than_that_of_the_load_is_refused(tmp_path: Path) -> None
         sharded_runner(model, 2, expert_weights="int8")
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_int8_rows_need_weights_that_are_integers(tmp_path: Path, tp: int) -> None:
+    model = loaded(saved(tmp_path), tp)
+    with pytest.raises(ConfigError, match="and this model has none"):
+        sharded_runner(model, 2, activations="int8")
+    with pytest.raises(ConfigError, match=r"model has none \(e2m1 g32\)"):
+        sharded_runner(loaded(tmp_path, 2, "mxfp4"), 2, activations="int8")
+
+
 def test_a_model_in_fp32_is_refused_with_the_dtype_to_use(tmp_path: Path) -> None:
     make_model("mixtral").save_pretrained(tmp_path)
     with pytest.raises(

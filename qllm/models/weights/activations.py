@@ -6,6 +6,7 @@ from qllm.errors import ConfigError
 from qllm.kernels import cpu
 from qllm.kernels.quantised import INTEGERS
 from qllm.models.weights.formats.rounding import ROUNDINGS
+from qllm.models.weights.on_demand import held_experts
 from qllm.models.weights.quantised_experts import all_quantised, rounded_before
 from qllm.models.weights.quantised_linears import all_linears
 
@@ -38,7 +39,7 @@ def refuse_other_activations(
     if kernels == "reference" or cpu.MISSING is not None:
         why = cpu.MISSING or "kernels='reference' has 'bf16' alone"
         raise ConfigError(f"{asked} needs our CPU kernels: {why}; use 'bf16'")
-    experts, linears = all_quantised(model).values(), all_linears(model).values()
+    experts, linears = held_experts(model).values(), all_linears(model).values()
     found = [held.has_integers for held in experts]
     found += [held.weight.code in INTEGERS for held in linears]
     if any(found) or expert_weights in ROUNDINGS:
