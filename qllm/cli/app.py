@@ -123,13 +123,14 @@ def _of_engine(texts: Iterable[str] | None) -> dict[str, str]:
 
 
 def split_settings(
-    texts: Iterable[str] | None, memory: str | None = None
+    texts: Iterable[str] | None, memory: str | None = None, depth: str | None = None
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Return texts of the engine's settings, and of the policy's settings (`policy.NAME`).
 
     Args:
         texts: Each `NAME=VALUE`.
         memory: Setting of the engine that has a flag of its own.
+        depth: Setting of the engine that has a flag of its own.
 
     Raises:
         ConfigError: A name belongs neither to the engine nor to the policy; the message names its
@@ -138,8 +139,8 @@ def split_settings(
     given = list(texts or ())
     of_policy = [text for text in given if text.startswith(OF_POLICY)]
     engine = _of_engine(text for text in given if not text.startswith(OF_POLICY))
-    if memory is not None:
-        engine["memory"] = memory
+    own = {"memory": memory, "depth": depth}
+    engine |= {name: text for name, text in own.items() if text is not None}
     return engine, dict(parse_setting(text.removeprefix(OF_POLICY)) for text in of_policy)
 
 
@@ -151,6 +152,13 @@ Memory = Annotated[
     typer.Option(
         metavar="BYTES",
         help="Memory of the whole engine, like 10GiB: weights, KV, cached KV and buffers.",
+    ),
+]
+Depth = Annotated[
+    str | None,
+    typer.Option(
+        metavar="LAYERS",
+        help="Load this many of the model's layers, from the first. This can change answers.",
     ),
 ]
 Threads = Annotated[

@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qllm.cli.app import INTERRUPTED, Device, Memory, Threads, app, clean, quiet, split_settings
+from qllm.cli.app import (
+    INTERRUPTED,
+    Depth,
+    Device,
+    Memory,
+    Threads,
+    app,
+    clean,
+    quiet,
+    split_settings,
+)
 from qllm.cli.settings import WithSettings
 from qllm.errors import InvalidRequestError, QllmError
 
@@ -45,13 +55,14 @@ def run(
     device: Device = None,
     threads: Threads = None,
     memory: Memory = None,
+    depth: Depth = None,
     setting: Annotated[
         list[str] | None,
         typer.Option("--set", help="NAME=VALUE: of the engine, or policy.NAME of the policy."),
     ] = None,
 ) -> None:
     """Answer one prompt, or chat: Ctrl-C stops an answer, Ctrl-D leaves."""
-    settings, of_policy = split_settings(setting, memory)
+    settings, of_policy = split_settings(setting, memory, depth)
     sampling = _sampling(temperature, seed)
     quiet()
     from qllm.config import spelled

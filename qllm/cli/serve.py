@@ -9,6 +9,7 @@ import typer
 
 from qllm.cli.app import (
     FAILED,
+    Depth,
     Device,
     Memory,
     app,
@@ -71,6 +72,7 @@ def serve(
         ),
     ] = None,
     memory: Memory = None,
+    depth: Depth = None,
     state_dir: Annotated[
         str | None,
         typer.Option(help="Folder of batches and kept responses; without one there are none."),
@@ -116,7 +118,7 @@ def serve(
     if of_ray and not ray:
         raise ConfigError(f"{of_ray[0]} is a setting of Ray; give --ray too")
     engine_settings, policy_settings = split_settings(
-        (text for text in setting or () if text not in of_ray), memory
+        (text for text in setting or () if text not in of_ray), memory, depth
     )
     named = {
         "model": model,

@@ -33,6 +33,7 @@ def banner(engine: QLLMEngine, config: ServerConfig, load_s: float) -> list[str]
         f"model    {engine.model_name}: {size} of weights "
         f"({kernels.get('weights', 'as they were stored')}), layers: {layers}; loaded in "
         f"{load_s:.1f} s",
+        *([f"depth    {depth_line(engine)}"] if settings.depth is not None else []),
         f"kernels  experts: {kernels.get('experts')}; attention: {kernels.get('attention')}; "
         f"head: {kernels.get('head')}",
         f"parts    known {kernels.get('parts')}",
@@ -55,6 +56,12 @@ def banner(engine: QLLMEngine, config: ServerConfig, load_s: float) -> list[str]
             * has_http
         ),
     ]
+
+
+def depth_line(engine: QLLMEngine) -> str:
+    """Return how many layers a cut model has, and what this means for its answers."""
+    depth, whole = engine.config.depth, engine.client.info.whole_layers
+    return f"the first {depth} of {whole} layers; answers differ from those of the whole model"
 
 
 def draft_model(stats: Mapping[str, Any]) -> str:
