@@ -31,6 +31,7 @@ from tests.support.families import FAMILIES, make_model
 from tests.support.gguf_files import convert
 
 NOT_LOADED = {
+    "deepseek_v4": "whole models are refused: transformers saves names that it does not load",
     "emu3": "transformers saves a config whose type it does not load",
     "hy_v3": "whole models are refused: their router takes a further argument",
     "minimax_m2": "whole models are refused: their router takes a further argument",
@@ -81,13 +82,6 @@ def save_family(family: str, folder: Path) -> Any:
     """Save a tiny model, and return it."""
     model = tiny_configs.tiny_model(family)
     model.save_pretrained(folder)
-    if family == "deepseek_v4":  # names as they are published; transformers does not load its own
-        path = folder / "model.safetensors"
-        tensors = {n.removeprefix("model."): t for n, t in load_file(path).items()}
-        tensors["embed.weight"] = tensors.pop("embed_tokens.weight")
-        for name in ("base", "fn", "scale"):
-            tensors[f"hc_head_{name}"] = tensors.pop(f"hc_head.hc_{name}")
-        save_file(tensors, path, metadata={"format": "pt"})
     return model
 
 
@@ -109,7 +103,7 @@ def assert_is_cut(folder: Path, depth: int) -> None:
     assert long_families.difference(wanted, other) > 20 * long_families.CLOSE, "shows no cut"
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("family", [x for x in (*MOE, *DENSE) if x not in NOT_LOADED])
 def test_a_cut_family_gives_the_tokens_of_transformers_cut(family: str, tmp_path: Path) -> None:
     model = save_family(family, tmp_path)
