@@ -53,7 +53,7 @@ MAX_MEMORY = MAX_KV_GIB << 30
 MOST_RANKS = 64
 MAX_COUNT = (1 << 31) - 1
 """Largest count of a setting: the decisions in C++ keep counts in 32 bits."""
-MAY_BE_OPEN = {"default_max_tokens", "max_kv_tokens", "prefix_cache_tokens"}
+MAY_BE_OPEN = {"default_max_tokens", "depth", "max_kv_tokens", "prefix_cache_tokens"}
 """Counts that may be None."""
 ONLY_HOST_LOOP = {
     "record": False,
@@ -86,6 +86,10 @@ class EngineConfig:
 
     preempt_at: str = "expert"
     """Finest boundary at which a pass may stop: "step", "layer" or "expert"."""
+    depth: int | None = None
+    """Number of layers to load, from the first: the others are not read, and KV gets their memory.
+    **This can change answers**: a cut model is another model, with less exact answers. None: all
+    layers (docs/guides/depths.md)."""
     max_num_seqs: int = 32
     """Seats: most requests in one step."""
     memory: int | str | None = None
@@ -200,6 +204,7 @@ class EngineConfig:
             object.__setattr__(self, "kv_dir", str(self.kv_dir))
         object.__setattr__(self, "memory", _num_bytes("memory", self.memory))
         for name in (
+            "depth",
             "max_num_seqs",
             "max_kv_tokens",
             "block_size",

@@ -139,11 +139,12 @@ class QLLMEngine:
             meeting: Address at which front ends of other hosts `connect`; needs `run_in="process"`.
             takes_digest: True reads all weights once, for a digest that identifies the weights. It
                 is always True with `listen` or `meeting`.
-            **settings: Fields of `EngineConfig`.
+            **settings: Fields of `EngineConfig`. With `depth`, only the first layers are loaded,
+                which can change answers.
 
         Raises:
             ConfigError: A setting, alias, policy or device is unknown; the message lists the known
-                ones.
+                ones. Or the model has fewer layers than `depth`.
             ModelError: The model cannot be found, loaded or driven safely.
         """
         config = engine_config(settings)
@@ -164,7 +165,7 @@ class QLLMEngine:
         config.check_place(run_in, str(device))
         how = {"dtype": dtype, "device": device, "load_format": load_format}
         how |= {"trust_remote_code": trust_remote_code, "expert_weights": config.expert_weights}
-        how["tp"] = config.tp
+        how |= {"tp": config.tp, "depth": config.depth}
         if run_in == "thread":
             from qllm.frontend.thread import ThreadClient
             from qllm.models.loader import load
@@ -259,11 +260,15 @@ class QLLMEngine:
     ) -> Self:
         """Serve a Hugging Face model that is already loaded, on a thread and without a copy.
 
+        The model is served whole. The setting `depth` is refused, because the caller's model would
+        lose its further layers.
+
         One engine at a time can serve a model object. If an earlier engine of the model was garbage
         collected, is being closed or has crashed, this call waits for that engine's end.
 
         Raises:
-            ConfigError: A setting or policy is unknown; the message lists the known ones.
+            ConfigError: A setting or policy is unknown; the message lists the known ones. Or
+                `depth` is given.
             ModelError: The model cannot be driven safely, or another engine serves it: close that
                 engine first, or load the model again.
         """

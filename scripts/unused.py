@@ -98,6 +98,7 @@ ALLOWED = {
         "_is_hf_initialized",
         "is_trainable",
         "is_serializable",
+        "get_mask_sizes",
         "get_seq_length",
         "get_linear_cache",
         "set_linear_cache",

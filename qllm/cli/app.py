@@ -161,6 +161,13 @@ Ranks = Annotated[
         help="Processes that share the model's weights and compute each step together.",
     ),
 ]
+Depth = Annotated[
+    str | None,
+    typer.Option(
+        metavar="LAYERS",
+        help="Load this many of the model's layers, from the first. This can change answers.",
+    ),
+]
 Threads = Annotated[
     int | None,
     typer.Option(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qllm.cli.app import app, clean, print_table, quiet, split_settings
+from qllm.cli.app import Depth, Memory, app, clean, print_table, quiet, split_settings
 from qllm.types import NS_PER_MS
 
 if TYPE_CHECKING:
@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 
 LIBRARIES = ("torch", "transformers", "accelerate", "safetensors", "pydantic", "numpy")
 DEFAULT_POLICY = "qllm2"
+OF_SIZES = (
+    "depth", "memory", "max_num_seqs", "max_kv_tokens", "block_size", "prefix_cache",
+    "prefix_cache_tokens", "prefix_states_gib", "swap_kv_tokens", "expert_weights", "kernels",
+)  # fmt: skip
+"""Settings on which the sizes of an engine depend."""
 GIB = 1 << 30
 OPTIONAL = ("fastapi", "uvicorn", "matplotlib", "aiohttp", "cupy-cuda13x", "triton", "nixl")
 
@@ -35,6 +40,11 @@ def doctor(
     trust_remote_code: Annotated[
         bool, typer.Option(help="Run modelling code that comes with MODEL.")
     ] = False,
+    model: Annotated[
+        str, typer.Option(help="Alias, folder or hub id of the model whose sizes are told.")
+    ] = "tiny",
+    depth: Depth = None,
+    memory: Memory = None,
     setting: Annotated[
         list[str] | None,
         typer.Option(
@@ -43,7 +53,11 @@ def doctor(
         ),
     ] = None,
 ) -> None:
-    """Report what is installed, which kernels compute, and what is missing and why."""
+    """Report what is installed, which kernels compute, and what is missing and why.
+
+    The last rows are those of a model that is loaded with the settings. The small model of this
+    package is loaded by default.
+    """
     quiet()
     if fingerprints is not None:
         _fingerprints(fingerprints, trust_remote_code)
@@ -57,8 +71,9 @@ def doctor(
     from qllm.plugins import load_policy, spelled_for
     from qllm.server.tools.choose import formats
 
-    of_engine, of_policy = split_settings(setting)
-    config = engine_config(spelled(of_engine))
+    of_engine, of_policy = split_settings(setting, memory=memory, depth=depth)
+    given = spelled(of_engine)
+    config = engine_config(given)
     policy = load_policy(DEFAULT_POLICY, spelled_for(DEFAULT_POLICY, of_policy))
     missing = cpu.MISSING
     kernels = "torch"
@@ -87,7 +102,8 @@ def doctor(
     ]
     if missing is not None:
         rows.append(("why torch", missing))
-    rows += _served()
+    sizes = {name: value for name, value in given.items() if name in OF_SIZES}
+    rows += _served(model, trust_remote_code, sizes)
     print_table(("what", "found"), rows)
 
 
@@ -153,16 +169,24 @@ def _drafts(config: "EngineConfig") -> str:
     return said
 
 
-def _served() -> list[tuple[str, str]]:
-    """Load the small model of this package, and return its kernels and drivers."""
+def _served(model: str, trust_remote_code: bool, sizes: dict[str, Any]) -> list[tuple[str, str]]:
+    """Load a model, and return its depth, its sizes, its kernels and drivers.
+
+    An engine in a process of its own has the sizes of an engine that serves.
+    """
     from qllm import QLLMEngine
 
-    with QLLMEngine.from_pretrained("tiny", run_in="thread", conformance=False) as engine:
+    how: dict[str, Any] = {"trust_remote_code": trust_remote_code, "conformance": False, **sizes}
+    with QLLMEngine.from_pretrained(model, **how) as engine:
         stats = engine.stats()
         off, free = stats["prefix_cache"].get("off"), stats["memory"]["free_bytes"] / GIB
         counts = Counter(engine.drivers)
+        depth, whole = stats["depth"], stats["whole_depth"]
+        cut = "" if depth == whole else "; answers differ from those of the whole model"
         return [
-            ("drivers of tiny", ", ".join(f"{name} ({num})" for name, num in counts.items())),
+            ("its depth", f"{depth} of {whole} layers{cut}"),
+            ("its weights", f"{stats['weight_bytes']:,} bytes"),
+            (f"drivers of {model}", ", ".join(f"{name} ({num})" for name, num in counts.items())),
             ("its kernels", f"{engine.kernels['attention']}; experts: {engine.kernels['experts']}"),
             ("its parts", f"known {engine.kernels['parts']}"),
             ("its stops", f"{engine.kernels['stops']}; a server logs those of its model"),

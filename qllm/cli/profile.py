@@ -62,6 +62,7 @@ def profile(
         dtype=None if dtype == "auto" else dtype,
         trust_remote_code=trust_remote_code,
         expert_weights=config.expert_weights,
+        depth=config.depth,
     )
     prefix, kinds = tokens_of(loaded, texts, tokens)
     for name, kind in kinds.items():

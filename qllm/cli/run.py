@@ -9,6 +9,7 @@ import typer
 
 from qllm.cli.app import (
     INTERRUPTED,
+    Depth,
     Device,
     Memory,
     Ranks,
@@ -56,13 +57,14 @@ def run(
     threads: Threads = None,
     memory: Memory = None,
     tp: Ranks = None,
+    depth: Depth = None,
     setting: Annotated[
         list[str] | None,
         typer.Option("--set", help="NAME=VALUE: of the engine, or policy.NAME of the policy."),
     ] = None,
 ) -> None:
     """Answer one prompt, or chat: Ctrl-C stops an answer, Ctrl-D leaves."""
-    settings, of_policy = split_settings(setting, memory=memory, tp=tp)
+    settings, of_policy = split_settings(setting, memory=memory, tp=tp, depth=depth)
     sampling = _sampling(temperature, seed)
     quiet()
     from qllm.config import spelled

@@ -9,6 +9,7 @@ import typer
 
 from qllm.cli.app import (
     FAILED,
+    Depth,
     Device,
     Memory,
     Ranks,
@@ -73,6 +74,7 @@ def serve(
     ] = None,
     memory: Memory = None,
     tp: Ranks = None,
+    depth: Depth = None,
     state_dir: Annotated[
         str | None,
         typer.Option(help="Folder of batches and kept responses; without one there are none."),
@@ -118,7 +120,7 @@ def serve(
     if of_ray and not ray:
         raise ConfigError(f"{of_ray[0]} is a setting of Ray; give --ray too")
     engine_settings, policy_settings = split_settings(
-        (text for text in setting or () if text not in of_ray), memory=memory, tp=tp
+        (text for text in setting or () if text not in of_ray), memory=memory, tp=tp, depth=depth
     )
     named = {
         "model": model,

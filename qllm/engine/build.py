@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -38,6 +39,7 @@ from qllm.errors import CRASHED, ConfigError, DeviceError, EngineClosedError, Mo
 from qllm.grammar import Vocabulary
 from qllm.ingress import Call, Submission
 from qllm.ingress.messages import ModelInfo
+from qllm.models.depth import num_layers, whole_layers
 from qllm.models.loader import LoadedModel
 from qllm.models.tokenizer import vocabulary_of
 from qllm.models.weights.formats.rounding import ROUNDINGS
@@ -172,6 +174,21 @@ def spare_of(
     return Spare(api, rate, num_kept, config.page_size, config.num_swap_blocks)
 
 
+def with_depth(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
+    """Return settings whose depth is that of a loaded model: None if the model is whole.
+
+    Raises:
+        ConfigError: The settings have another depth.
+    """
+    found, whole = num_layers(loaded.model), whole_layers(loaded.model)
+    if config.depth not in (None, found):
+        raise ConfigError(
+            f"depth={config.depth} needs a model that is loaded so: this one was loaded before, "
+            f"with {found} layers; use from_pretrained(..., depth={config.depth})"
+        )
+    return replace(config, depth=None if found == whole else found)
+
+
 @contextmanager
 def naming_family(model: Any, what: str) -> Iterator[None]:
     """Turn any error that an unknown model causes into a ModelError that names its family.
@@ -251,6 +268,7 @@ class LoadedRunner:
             kernels={**self.runner.names, "weights": loaded.weights or _said(config)},
             vocabulary=vocabulary_of(loaded.tokenizer),
             chosen=tuple(name for name in SIZES if getattr(asked, name) is None),
+            whole_layers=whole_layers(loaded.model),
         )
 
     def _start(self, loaded: LoadedModel, config: EngineConfig, *, on_cuda: bool) -> None:
@@ -259,6 +277,7 @@ class LoadedRunner:
         weights = self.weight_bytes + (self.drafting.weight_bytes if self.drafting else 0)
         choose = partial(choose_sizes, self.claim, weights, on_cuda=on_cuda)
         with naming_family(model, "finding its parts"):
+            config = with_depth(config, loaded)
             if on_cuda:  # the runner takes the memory of all its KV at once
                 config, self.memory = choose(config, device_costs(model, config))
             self.runner = make_runner(model, config)
@@ -312,6 +331,8 @@ class LoadedRunner:
             "longest_segment_ms": segments.longest_ns / NS_PER_MS,
             "longest_segment_kind": None if kind is None else kind.name,
             "max_segment_ms": self.config.max_segment_ms,
+            "depth": self.info.shape.num_layers,
+            "whole_depth": self.info.whole_layers,
             "expert_bytes": self.runner.expert_bytes,
             "weight_bytes": self.weight_bytes,
             "memory": self.memory,

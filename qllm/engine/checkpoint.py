@@ -120,7 +120,9 @@ def _load(
     now_ns: int,
 ) -> list[H]:
     if document["model"] != runner.fingerprint():
-        raise CheckpointError("the checkpoint belongs to another model or other weights")
+        raise CheckpointError(
+            "the checkpoint belongs to another model, other weights or another depth"
+        )
     pool = loop.scheduler.pool
     settings = _settings(loop, runner)
     if document["settings"] != settings:

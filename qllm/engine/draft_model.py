@@ -12,6 +12,7 @@ from qllm.cores import why_too_large
 from qllm.drafters.choose import MODEL, MTP, model_path
 from qllm.drafters.mtp import MOST_STATES_OF_ALL
 from qllm.errors import ConfigError, ModelError, shown
+from qllm.models.depth import num_layers, whole_layers
 from qllm.models.folders import locate, weight_files
 from qllm.models.loader import LoadedModel, load
 from qllm.models.mtp import MtpEmbedding, mtp_model
@@ -84,7 +85,15 @@ def _further_layer(config: EngineConfig, loaded: LoadedModel) -> OwnModel:
     """Load the layer of the model's checkpoint that predicts further tokens.
 
     Its experts are rounded as those of the model.
+
+    Raises:
+        ConfigError: The model is cut: its last layer is not the one that such a layer reads.
     """
+    if (depth := num_layers(loaded.model)) != (whole := whole_layers(loaded.model)):
+        raise ConfigError(
+            f"the model is cut to depth={depth}, and the layer that predicts further tokens reads "
+            f"what the last of all {whole} layers computes"
+        )
     layer, embedding = mtp_model(loaded.model)
     num_bytes = weight_bytes(layer) - weight_bytes(embedding.embed)
     runner = cpu_runner(

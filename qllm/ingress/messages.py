@@ -38,6 +38,8 @@ class ModelInfo(NamedTuple):
     """Releases and kernels that decide bits, for an engine that other processes may meet."""
     chosen: tuple[str, ...] = ()
     """Settings of sizes that the engine chose itself."""
+    whole_layers: int = 0
+    """Number of layers of the whole model. It is more than those of `shape` in a cut model."""
 
 
 class Start(NamedTuple):

@@ -176,7 +176,8 @@ def bench_engine(
     from qllm.models.loader import load as load_model
 
     place = check_device(device)
-    loaded = load_model(make_random_moe(size=model) if model in SIZES else model, device=place)
+    where = make_random_moe(size=model) if model in SIZES else model
+    loaded = load_model(where, device=place, depth=settings.get("depth"))
     corpus = corpus_of(loaded.tokenizer)
 
     def engine(policy: Any) -> QLLMEngine:

@@ -20,11 +20,13 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from qllm.cores import no_collections
 from qllm.errors import ConfigError, ModelError
+from qllm.models.depth import Cut
 from qllm.models.fitting import refuse_misfits, without_further_layers
 from qllm.models.folders import GGUF, INDEX, WEIGHTS, first_line, locate, read_json, weight_files
 from qllm.models.generation import eos_token_ids, sampling_defaults, unlisted_end
 from qllm.models.parts.inventory import changed
 from qllm.models.tokenizer import tokenizer_in
+from qllm.models.weights.checkpoint import DTYPES as CODES
 from qllm.models.weights.checkpoint import Checkpoint, Shards, checkpoint_in
 from qllm.models.weights.experts_apart import ExpertsApart
 from qllm.models.weights.experts_on_demand import ExpertsOnDemand
@@ -87,6 +89,7 @@ def load(
     expert_weights: str = "auto",
     experts: ExpertsApart | None = None,
     tp: int = 1,
+    depth: int | None = None,
 ) -> LoadedModel:
     """Load a model and its tokenizer.
 
@@ -106,10 +109,11 @@ def load(
             while they are read.
         experts: Place of the experts outside the model; None keeps them in the model.
         tp: Number of ranks that will share the model. Several ranks read their own experts later.
+        depth: Number of layers to load; the others are not read. None loads the whole model.
 
     Raises:
-        ConfigError: An unknown name, dtype, device or load format, or a model without experts that
-            `expert_weights` can round.
+        ConfigError: An unknown name, dtype, device or load format, a depth that the model does not
+            have, or a model without experts that `expert_weights` can round.
         ModelError: The model is missing, broken, not a causal decoder, or quantised in an
             unsupported way.
     """
@@ -128,8 +132,9 @@ def load(
         experts = ExpertsOnDemand()
     name, folder = locate(os.fspath(name_or_path), weights=not dummy, code=trust_remote_code)
     config = _config(name, folder, trust_remote_code)
-    how = expert_weights, experts
     with MAKING:
+        cut = None if depth is None else _cut(name, config, depth, dummy=dummy)
+        how = expert_weights, experts, cut
         if dummy:
             model = _dummy(name, config, wanted, place, trust_remote_code)
         elif folder.suffix == GGUF:
@@ -138,6 +143,8 @@ def load(
             model, weights = _of_folder(
                 name, folder, config, wanted, place, trust_remote_code, *how
             )
+        if cut is not None:
+            cut.finish(model)
     _use_grouped_mm(model)
     model.train(False)
     if weights is not None:
@@ -295,6 +302,23 @@ def _refuse_if_not_causal(name: str, config: PreTrainedConfig, *, known: bool) -
         raise ModelError(f"{what} attends in both directions (is_decoder is false), not causally")
 
 
+def _cut(name: str, config: PreTrainedConfig, depth: int, *, dummy: bool) -> Cut | None:
+    """Return the first layers of a model; None if they are all.
+
+    Raises:
+        ConfigError: The depth is no number of layers that the model has, or the model is not one
+            that can be cut.
+        ModelError: The model cannot be made from its config.
+    """
+    if dummy or not _is_known(config):
+        what = "load_format='dummy' reads no layers" if dummy else "it brings its own code"
+        raise ConfigError(
+            f"depth={depth!r}: model {name!r} cannot be cut, because {what}; leave depth out"
+        )
+    cut = Cut(name, _dummy(name, config, None, torch.device("meta"), False), depth)
+    return None if cut.is_whole else cut
+
+
 def _use_grouped_mm(model: PreTrainedModel) -> None:
     # A class without the experts decorator (a dense model, remote code) has nothing to set.
     can_set = getattr(model, "_can_set_experts_implementation", None)
@@ -338,6 +362,7 @@ def _of_folder(
     trust_remote_code: bool,
     expert_weights: str,
     experts: ExpertsApart | None,
+    cut: Cut | None,
 ) -> tuple[PreTrainedModel, str | None]:
     """Return a model of safetensors, and how its weights were stored if they are quantised."""
     rounding = expert_weights if expert_weights in ROUNDINGS else None
@@ -346,16 +371,20 @@ def _of_folder(
         shards.keep(without_further_layers(shards.stored, config))
         method = method_of(config, read_json(folder / "hf_quant_config.json"))
         if experts is not None:
-            experts.identify(weight_files(folder), method, expert_weights)
+            experts.identify(
+                weight_files(folder), method, expert_weights, cut.depth if cut else None
+            )
         if method is not None:
             form = format_of(name, method)
             checkpoint, rest = checkpoint_in(name, shards, form)
             refuse_dtypes(name, rest, f"no scales where {form.name} has them")
-            return _streamed(name, config, checkpoint, rest, dtype, device, experts=experts)
+            return _streamed(name, config, checkpoint, rest, dtype, device, None, experts, cut)
         refuse_dtypes(name, shards.stored, "no known quantization_config to scale them")
-        if experts is not None or (rounding is not None and _is_known(config)):
-            checkpoint, rest = checkpoint_in(name, shards, PLAIN)
-            return _streamed(name, config, checkpoint, rest, dtype, device, rounding, experts)
+        own = experts is not None or cut is not None
+        if own or (rounding is not None and _is_known(config)):
+            checkpoint, rest = checkpoint_in(name, shards, PLAIN, mapped=cut is None)
+            place = dtype, device
+            return _streamed(name, config, checkpoint, rest, *place, rounding, experts, cut)
     tensors = shards.stored
     del shards  # transformers opens the files itself
     _refuse_by_header(name, config, tensors, ())
@@ -372,16 +401,17 @@ def _of_gguf(
     device: torch.device,
     expert_weights: str,
     experts: ExpertsApart | None,
+    cut: Cut | None,
 ) -> tuple[PreTrainedModel, str | None]:
     """Return a model of a GGUF file, and how its weights were stored."""
     with _reading():
         file = open_file(path)
         if experts is not None:
-            experts.identify([path], None, expert_weights)
+            experts.identify([path], None, expert_weights, cut.depth if cut else None)
         model = _dummy(name, config, None, torch.device("meta"), False)
         kind = dtype or torch.bfloat16  # the file has no dtype
         checkpoint = checkpoint_of(file, model)
-        return _streamed(name, config, checkpoint, {}, kind, device, experts=experts)
+        return _streamed(name, config, checkpoint, {}, kind, device, None, experts, cut)
 
 
 def _refuse_by_header(
@@ -405,10 +435,11 @@ def _streamed(
     rest: Mapping[str, Stored],
     dtype: torch.dtype | None,
     device: torch.device,
-    rounding: str | None = None,
-    experts: ExpertsApart | None = None,
+    rounding: str | None,
+    experts: ExpertsApart | None,
+    cut: Cut | None,
 ) -> tuple[PreTrainedModel, str | None]:
-    """Return a model of an open checkpoint, and how its weights were stored if not plain."""
+    """Return a model of an open checkpoint, and how its weights were stored if not plainly."""
     if not _is_known(config):
         advice = "is quantised and brings its own modelling code; load bfloat16 weights"
         if experts is not None:
@@ -416,7 +447,7 @@ def _streamed(
         raise ModelError(f"model {name!r} {advice}")
     if rest:
         _refuse_by_header(name, config, rest, checkpoint.quantised)
-    kind = dtype or getattr(config, "dtype", None) or torch.bfloat16
+    kind = dtype or getattr(config, "dtype", None) or _stored_dtype(rest)
     is_plain = checkpoint.format == PLAIN.name
     if dtype is None and not is_plain and kind is torch.float16:
         kind = torch.bfloat16
@@ -425,10 +456,11 @@ def _streamed(
             f"experts {experts.where} are bfloat16, not {kind}; use dtype='bfloat16', or "
             f"{experts.advice}"
         )
-    for part in (config, config.get_text_config(decoder=True)):
-        for key in ("quantization_config", "compression_config"):
-            vars(part).pop(key, None)
+    _forget_quantisation(config)
     model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if cut is not None:
+        model_class, checkpoint = cut.model_class, cut.of_checkpoint(checkpoint)
+        rest = cut.of(rest)
     with _naming_weights(name):
         how = kind, device, rounding, experts
         model, info, outcome = stream(model_class, config, checkpoint, *how)
@@ -443,6 +475,21 @@ def _streamed(
     if is_plain and not (outcome.kept or outcome.linears or outcome.expanded):
         return model, None
     return model, outcome.text(rounding or checkpoint.format, kind)
+
+
+def _forget_quantisation(config: PreTrainedConfig) -> None:
+    for part in (config, config.get_text_config(decoder=True)):
+        for key in ("quantization_config", "compression_config"):
+            vars(part).pop(key, None)
+
+
+def _stored_dtype(tensors: Mapping[str, Stored]) -> torch.dtype:
+    """Return the first dtype of floats among the tensors of a checkpoint, or bf16."""
+    for stored in tensors.values():
+        dtype = CODES.get(stored.dtype)
+        if dtype is not None and dtype in DTYPES.values():
+            return dtype
+    return torch.bfloat16
 
 
 @contextmanager

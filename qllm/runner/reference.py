@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from qllm.models.arguments import cache_argument
 from qllm.models.discover import LayerParts, ModelParts, base_model
 from qllm.models.loader import EXPERTS_IMPLEMENTATION
+from qllm.runner.rope import Holding
 
 NOISE = 8.0
 """Standard deviation of the noise, in rounding errors of the value that gets the noise."""
@@ -113,7 +114,10 @@ def record(
     device = next(model.parameters()).device
     last = "logits_to_keep" in inspect.signature(model.forward).parameters
     only: dict[str, Any] = {"logits_to_keep": 1} if last else {}
-    name, cache, found = cache_argument(model), None, []
+    name, found = cache_argument(model), list[Pass]()
+    cache: Any = None
+    if parts.has_states and not parts.attentions and parts.around is None:
+        cache = Holding(config=base_model(model).config)  # no layer's cache counts tokens
     with _Recorder(parts, quiet) as recorder:
         for ids in tokens:
             recorder.begin()
@@ -121,6 +125,8 @@ def record(
             given: dict[str, Any] = {"input_ids": batch, name: cache, "use_cache": True, **only}
             result: Any = model(**given)
             cache = result[name]
+            if isinstance(cache, Holding):
+                cache.num_tokens += len(ids)
             found.append(recorder.end(result.logits[:, -1]))
     return found
 

@@ -35,10 +35,13 @@ from qllm.runner.rope_tables import RopeTable, RowRopes, Switch
 from qllm.types import RequestId
 
 
-class _Holding(DynamicCache):
+class Holding(DynamicCache):
     """A cache that reports a given number of tokens."""
 
     num_tokens = 0
+
+    def get_mask_sizes(self, query_length: int, *_: object, **__: object) -> tuple[int, int]:
+        return self.num_tokens + query_length, 0
 
     def get_seq_length(self, *_: object, **__: object) -> int:
         return self.num_tokens
@@ -52,7 +55,7 @@ def _drops_cache(model: Any, at: int) -> bool:
         return False
 
     def is_kept(num_tokens: int) -> bool:
-        cache = _Holding(config=base_model(model).config)
+        cache = Holding(config=base_model(model).config)
         cache.num_tokens = num_tokens
         ids = torch.zeros(1, num_tokens + 1, dtype=torch.long, device=model.device)
         given = {"attention_mask": torch.ones_like(ids), "use_cache": True, name: cache}

@@ -384,7 +384,8 @@ def calibrate(
         ModelError: The model cannot be found, loaded or driven.
     """
     config = with_usual_sizes(config or EngineConfig())
-    loaded = load(make_random_moe(size=model) if model in SIZES else model)
+    where = make_random_moe(size=model) if model in SIZES else model
+    loaded = load(where, depth=config.depth)
     measured: list[Measured] = []
     with torch_threads(threads):
         runner = cpu_runner(

@@ -367,7 +367,8 @@ def handover_of(
         "exactness": config.exactness,
         "page size": str(config.page_size),
     }
-    layout = None if runner.backend.why_inexact else layout_of(runner, config.page_size)
+    has_layout = runner.parts.attentions and not runner.backend.why_inexact
+    layout = layout_of(runner, config.page_size) if has_layout else None
     most_bytes = int(config.handover_gib * (1 << 30))
     terms = Terms(
         identity, layout, config.page_size, runner.shape.num_layers, runner.parts.num_kv_layers,

@@ -96,6 +96,7 @@ STATES_ON_DEVICE = "layers carry a state, and those are kept on a CPU alone"
 
 
 STATES_GROW = "what its layers keep beside keys and values grows with every token"
+NO_ATTENTION = "no layer attends, so pages have no KV"
 SHAPES = "the keys and values of its layers have different shapes, and a page holds those of one"
 
 
@@ -123,6 +124,8 @@ def why_not(config: EngineConfig, runner: TorchRunner) -> str | None:
             f"prefix_states_gib={config.prefix_states_gib} has no room for that"
         )
         allowed = "raise prefix_states_gib, or use 'auto' or False"
+    elif not runner.parts.attentions:
+        reason, allowed = NO_ATTENTION, "use 'auto' or False"
     elif len(kv_shapes(runner.parts.attentions)) > 1:
         reason, allowed = SHAPES, "use 'auto' or False"
     else:

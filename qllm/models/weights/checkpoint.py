@@ -180,13 +180,17 @@ def _small_in(places: Places) -> list[tuple[int, int]]:
     return found
 
 
-def checkpoint_in(name: str, shards: Shards, form: Format) -> tuple[Checkpoint, dict[str, Stored]]:
+def checkpoint_in(
+    name: str, shards: Shards, form: Format, *, mapped: bool = True
+) -> tuple[Checkpoint, dict[str, Stored]]:
     """Return the weights of an open checkpoint.
 
     Args:
         name: Name of the model.
         shards: Files of the checkpoint.
         form: Format of its weights.
+        mapped: False reads plain tensors into memory of their own. A disk reads ahead of a mapped
+            tensor, which may be as much as a small layer.
 
     Returns:
         The checkpoint, and the types of tensors that are no part of a quantised weight.
@@ -211,7 +215,7 @@ def checkpoint_in(name: str, shards: Shards, form: Format) -> tuple[Checkpoint, 
     except ModelError as error:
         raise ModelError(f"checkpoint of model {name!r}: {error}") from error
     rest = {key: stored for key, stored in tensors.items() if key not in claimed}
-    plain = {key: partial(shards.map, key) for key in rest}
+    plain = {key: partial(shards.map if mapped else shards.read, key) for key in rest}
 
     def one(weight: str, index: int | None) -> Weight:
         if weight in quantised:

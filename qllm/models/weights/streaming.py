@@ -19,7 +19,6 @@ from itertools import chain
 from typing import Any, TypeVar
 
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -150,9 +149,8 @@ def stream(
     Raises:
         ModelError: Weights do not fit the model.
     """
-    auto: Any = transformers.AutoModelForCausalLM
     with torch.device("meta"):
-        skeleton: PreTrainedModel = auto.from_config(config, dtype=dtype)
+        skeleton: PreTrainedModel = model_class._from_config(config, dtype=dtype)
     outcome, kept = Outcome(), _Held()
     if experts is not None:
         checkpoint = experts.take(skeleton, checkpoint)

@@ -60,6 +60,7 @@ def card(front: Front, name: str, started: int) -> dict[str, Any]:
         name: Name of the model for clients.
         started: Unix time of the server's start, in seconds.
     """
+    info = front.engine.client.info
     return {
         "id": name,
         "object": "model",
@@ -67,6 +68,8 @@ def card(front: Front, name: str, started: int) -> dict[str, Any]:
         "owned_by": "qllm",
         "root": front.config.model,
         "max_model_len": front.max_model_len,
+        "depth": info.shape.num_layers,
+        "whole_depth": info.whole_layers,
     }
 
 

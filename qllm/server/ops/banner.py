@@ -33,6 +33,7 @@ def banner(engine: QLLMEngine, config: ServerConfig, load_s: float) -> list[str]
         f"model    {engine.model_name}: {size} of weights "
         f"({kernels.get('weights', 'as they were stored')}), layers: {layers}; loaded in "
         f"{load_s:.1f} s",
+        *([f"depth    {depth_line(engine)}"] if settings.depth is not None else []),
         f"kernels  experts: {kernels.get('experts')}; attention: {kernels.get('attention')}; "
         f"head: {kernels.get('head')}",
         f"parts    known {kernels.get('parts')}",
@@ -62,6 +63,12 @@ def ranks_line(stats: Mapping[str, Any]) -> str:
     """Return the number of ranks, and the bytes of weights and the process of each."""
     each = [f"{shown_bytes(r['weight_bytes'])} (pid {r['pid']})" for r in stats["ranks"]]
     return f"{len(each)} processes with weights of {', '.join(each)}"
+
+
+def depth_line(engine: QLLMEngine) -> str:
+    """Return how many layers a cut model has, and what this means for its answers."""
+    depth, whole = engine.config.depth, engine.client.info.whole_layers
+    return f"the first {depth} of {whole} layers; answers differ from those of the whole model"
 
 
 def draft_model(stats: Mapping[str, Any]) -> str:

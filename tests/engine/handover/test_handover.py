@@ -625,6 +625,21 @@ def test_an_invented_ticket_is_a_miss(
     assert taken(b) == (0, 1)
 
 
+def test_the_kv_of_another_depth_is_a_miss(tmp_path: Path) -> None:
+    make_model("mixtral", DTYPES["bf16"]).save_pretrained(tmp_path)
+
+    def engine_at(depth: int | None) -> QLLMEngine:
+        return in_pieces(QLLMEngine.from_model(load(tmp_path, depth=depth).model, **SETTINGS))
+
+    with engine_at(2) as a, engine_at(None) as b, engine_at(1) as c, engine_at(2) as d:
+        stayed = a.submit(priority="BE", **SPEC).result(300)
+        for other, counts in ((b, (0, 1)), (c, (0, 1)), (d, (1, 0))):
+            connect(a, other)
+            result = go_on(other, leave(a, MID, priority="BE", **SPEC))
+            assert taken(other) == counts
+            assert same(result, stayed) is (other is d)
+
+
 def test_the_kv_of_another_request_is_a_miss(
     pair: tuple[QLLMEngine, QLLMEngine], way: Way, stayed: Result
 ) -> None:
