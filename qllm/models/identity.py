@@ -38,28 +38,30 @@ def identity(model: nn.Module, expert_weights: str = "auto", activations: str = 
         digest.update(f"{name}{held.kind}".encode() + held.sample())
     for name, place in all_in_file(model).items():
         digest.update(f"{name}{place.digest()}".encode())
-    ends = _ends_of(model)
+    apart = _samples_apart(model)
     for name, parameter in sorted(model.named_parameters(), key=itemgetter(0)):
-        own = parameter.detach()
-        if name in ends:
-            own = torch.stack(ends[name])
-        elif own.device.type == "meta":
+        if (some := apart.get(name)) is None and parameter.is_meta:
             digest.update(f"{name}{tuple(parameter.shape)}".encode())
             continue
-        elif own.dim() == STACK:
-            own = own[[0, -1]]
-        flat = own.reshape(-1)
-        some = flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES].contiguous().cpu()
+        if some is None:
+            own = parameter.detach()
+            some = _sample(own[[0, -1]] if own.dim() == STACK else own)
         digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
         digest.update(some.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
-def _ends_of(model: nn.Module) -> dict[str, list[Tensor]]:
-    """Return the first and the last of plain weights that are read on demand, by parameter."""
-    found = {name: one for name, one in all_on_demand(model).items() if not one.is_quantised}
-    return {
-        f"{name}.{own}": pair
-        for name, one in found.items()
-        for own, pair in zip(WEIGHTS, one.ends(), strict=True)
-    }
+def _sample(weight: Tensor) -> Tensor:
+    """Return a few values of a weight."""
+    flat = weight.reshape(-1)
+    return flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES].contiguous().cpu()
+
+
+def _samples_apart(model: nn.Module) -> dict[str, Tensor]:
+    """Return a few values of plain weights that are read on demand, by parameter."""
+    found = {}
+    for path, one in all_on_demand(model).items():
+        if not one.is_quantised:
+            for name, pair in zip(WEIGHTS, one.ends(), strict=True):
+                found[f"{path}.{name}"] = _sample(torch.stack(pair))
+    return found
