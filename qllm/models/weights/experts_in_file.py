@@ -81,20 +81,13 @@ class ExpertsInFile:
         assert self._file is not None, "the model is not loaded"
         return self._file
 
-    def identify(
-        self,
-        files: Sequence[Path],
-        method: Method | None,
-        expert_weights: str,
-        depth: int | None = None,
-    ) -> None:
+    def identify(self, files: Sequence[Path], method: Method | None, expert_weights: str) -> None:
         """Set everything that decides the bytes of packed experts.
 
         Args:
             files: Files of the checkpoint's weights.
             method: The checkpoint's quantisation; None if it has none of its own.
             expert_weights: Format of experts, see `EngineConfig`.
-            depth: Number of layers of a cut model; None if the model is whole.
 
         Raises:
             ConfigError: The format of experts is unknown.
@@ -110,7 +103,6 @@ class ExpertsInFile:
             "quantization": blake2b(text.encode(), digest_size=16).hexdigest(),
             "expert_weights": expert_weights,
             "kernels": cpu.kind(),
-            **({} if depth is None else {"depth": str(depth)}),
         }
 
     def take(self, skeleton: PreTrainedModel, checkpoint: Checkpoint) -> Checkpoint:
