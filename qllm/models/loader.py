@@ -371,9 +371,7 @@ def _of_folder(
         shards.keep(without_further_layers(shards.stored, config))
         method = method_of(config, read_json(folder / "hf_quant_config.json"))
         if experts is not None:
-            experts.identify(
-                weight_files(folder), method, expert_weights, cut.depth if cut else None
-            )
+            experts.identify(weight_files(folder), method, expert_weights)
         if method is not None:
             form = format_of(name, method)
             checkpoint, rest = checkpoint_in(name, shards, form)
@@ -407,7 +405,7 @@ def _of_gguf(
     with _reading():
         file = open_file(path)
         if experts is not None:
-            experts.identify([path], None, expert_weights, cut.depth if cut else None)
+            experts.identify([path], None, expert_weights)
         model = _dummy(name, config, None, torch.device("meta"), False)
         kind = dtype or torch.bfloat16  # the file has no dtype
         checkpoint = checkpoint_of(file, model)

@@ -93,6 +93,9 @@ def assert_is_cut(folder: Path, depth: int) -> None:
     expected = cut(whole, depth)
     found = load(folder, dtype="float32", depth=depth).model
     assert type(found) is type(expected)
+    settings = [vars(base_model(model).config) for model in (found, expected)]
+    for name in ("num_hidden_layers", *PER_LAYER):
+        assert settings[0].get(name) == settings[1].get(name), name
     ours, theirs = found.state_dict(), expected.state_dict()
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
@@ -239,7 +242,7 @@ def test_a_file_of_experts_has_the_layers_of_its_depth(tmp_path: Path) -> None:
         assert bytes_in(file, layer) == bytes_in(every, layer)
         assert own.formats == every.layers[layer].formats
     for path, depth in ((tmp_path / "two", 1), (tmp_path / "two", None), (tmp_path / "whole", 2)):
-        with pytest.raises(ConfigError, match="cannot be used"):
+        with pytest.raises(ConfigError, match="they have other layers or shapes than the model"):
             loaded(folder, depth=depth, path=path)
 
 

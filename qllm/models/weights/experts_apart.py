@@ -33,20 +33,13 @@ class ExpertsApart(ABC):
         self._expert_weights = "auto"
         self._sources: list[ExpertSource] = []
 
-    def identify(
-        self,
-        files: Sequence[Path],
-        method: Method | None,
-        expert_weights: str,
-        depth: int | None = None,
-    ) -> None:
+    def identify(self, files: Sequence[Path], method: Method | None, expert_weights: str) -> None:
         """Set everything that decides the bytes of packed experts.
 
         Args:
             files: Files of the checkpoint's weights.
             method: The checkpoint's quantisation; None if it has none of its own.
             expert_weights: Format of experts, see `EngineConfig`.
-            depth: Number of layers of a cut model; None if the model is whole.
 
         Raises:
             ConfigError: The format of experts is unknown.

@@ -78,14 +78,8 @@ class ExpertsInFile(ExpertsApart):
         assert self._file is not None, "the model is not loaded"
         return self._file
 
-    def identify(
-        self,
-        files: Sequence[Path],
-        method: Method | None,
-        expert_weights: str,
-        depth: int | None = None,
-    ) -> None:
-        super().identify(files, method, expert_weights, depth)
+    def identify(self, files: Sequence[Path], method: Method | None, expert_weights: str) -> None:
+        super().identify(files, method, expert_weights)
         found = None if method is None else [method.name, dict(method.settings)]
         text = json.dumps(found, sort_keys=True, default=str)
         self._says = {
@@ -93,7 +87,6 @@ class ExpertsInFile(ExpertsApart):
             "quantization": blake2b(text.encode(), digest_size=16).hexdigest(),
             "expert_weights": expert_weights,
             "kernels": cpu.kind(),
-            **({} if depth is None else {"depth": str(depth)}),
         }
 
     def _prepare(self) -> None:
