@@ -26,7 +26,7 @@ from qllm.models.generation import eos_token_ids, sampling_defaults, unlisted_en
 from qllm.models.parts.inventory import changed
 from qllm.models.tokenizer import tokenizer_in
 from qllm.models.weights.checkpoint import Checkpoint, Shards, checkpoint_in
-from qllm.models.weights.experts_in_file import ExpertsInFile
+from qllm.models.weights.experts_in_file import ExpertsInFile, ExpertsInFolder
 from qllm.models.weights.formats.layout import PLAIN, Stored
 from qllm.models.weights.formats.rounding import ROUNDINGS
 from qllm.models.weights.gguf_file import checkpoint_of, config_of, open_file
@@ -85,6 +85,7 @@ def load(
     load_format: str = "auto",
     expert_weights: str = "auto",
     experts: ExpertsInFile | None = None,
+    expert_place: tuple[str, int] | None = None,
 ) -> LoadedModel:
     """Load a model and its tokenizer.
 
@@ -103,6 +104,8 @@ def load(
         expert_weights: Format of experts, see `EngineConfig`; "int4" and "mxfp4" round weights
             while they are read.
         experts: Place of the experts outside the model; None keeps them in the model.
+        expert_place: Folder for the experts, and most bytes of experts in memory, in place of
+            `experts`. If all experts fit, they stay in the model.
 
     Raises:
         ConfigError: An unknown name, dtype, device or load format, or a model without experts that
@@ -116,6 +119,8 @@ def load(
         )
     wanted, place = _dtype(dtype), check_device(device)
     dummy, weights = load_format == "dummy", None
+    if expert_place is not None:
+        experts = ExpertsInFolder(Path(expert_place[0]), expert_place[1])
     if experts is not None and (dummy or place.type != "cpu"):
         raise ConfigError(
             f"experts in a file are read from a checkpoint into RAM: load_format={load_format!r} "

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qllm.errors import ConfigError, InvariantError, ModelError
+from qllm.errors import InvariantError, ModelError
 from qllm.kernels import cpu
-from qllm.models.weights.expert_file import ExpertFile
+from qllm.models.weights.expert_file import ExpertFile, refuse_too_few
 
 NONE = -1
 """Owner of an empty slot, and slot of an absent expert."""
@@ -44,12 +44,8 @@ class Residency:
         self.has_all = max_bytes >= file.num_bytes
         """True if there is room for all experts, which then need no slots."""
         self.num_slots = 0 if self.has_all else max_bytes // self._slot_bytes
-        if not self.has_all and self.num_slots < top_k:
-            raise ConfigError(
-                f"max_bytes={max_bytes} has room for {self.num_slots} experts, and a token uses "
-                f"{top_k} experts of a layer, of {self._slot_bytes} bytes each; give at least "
-                f"{top_k * self._slot_bytes}, or {file.num_bytes} for all experts"
-            )
+        if not self.has_all:
+            refuse_too_few(max_bytes, self._slot_bytes, top_k, file.num_bytes)
         self.clock = 0
         """Time of the last use of an expert: a number of ranges of work units."""
         self.num_reads = 0

@@ -39,6 +39,7 @@ from qllm.models.weights.expert_file import (
     file_bytes,
     leave_in_file,
     parts_of,
+    refuse_too_few,
     room_for,
     written,
 )
@@ -124,6 +125,9 @@ class ExpertsInFile:
             if path in names
         ]
         cpu.set_threads(torch.get_num_threads())
+        if self._all_fit():
+            self._sources = []
+            return checkpoint
         with self._naming():
             self._file = self._opened() or self._written()
         found = [(one.name, one.num_experts, one.width, one.hidden) for one in self._file.layers]
@@ -148,9 +152,14 @@ class ExpertsInFile:
             empty, own = source.module._parameters, model.get_submodule(source.path)
             own._parameters.update({name: empty[name] for name in WEIGHTS})
             leave_in_file(own, InFile(self.file, number, self._max_bytes))
-        return [f"{_kind_of(layer)} in a file" for layer in self.file.layers]
+        layers = self.file.layers if self._sources else ()
+        return [f"{_kind_of(layer)} in a file" for layer in layers]
 
     # -- the file
+
+    def _all_fit(self) -> bool:
+        """Return True if no file is needed, because `max_bytes` has room for all experts."""
+        return False
 
     def _opened(self) -> ExpertFile | None:
         is_there = self._path.exists() or self._path.is_symlink()
@@ -172,8 +181,7 @@ class ExpertsInFile:
         return ExpertFile(self._path, self._says)
 
     def _write(self) -> None:
-        group = INT8_GROUPS.get(self._expert_weights)
-        plans = [_Plan(source, group, source.formats()) for source in self._sources]
+        plans = self._plans()
         num_readers = self._num_readers(plans)
         with (
             self._room(plans),
@@ -183,12 +191,16 @@ class ExpertsInFile:
             for plan in plans:
                 plan.write(writer, pool, num_readers)
 
+    def _plans(self) -> list["_Plan"]:
+        group = INT8_GROUPS.get(self._expert_weights)
+        return [_Plan(source, group, source.formats()) for source in self._sources]
+
     def _num_readers(self, plans: Sequence["_Plan"]) -> int:
         most = max(plan.working_bytes for plan in plans)
         if most > self._max_bytes:
             raise ConfigError(
-                f"max_bytes={self._max_bytes} has no room for an expert, which takes {most} bytes "
-                f"while it is packed; give at least {most}"
+                f"max_expert_bytes={self._max_bytes} has no room for an expert, which takes {most} "
+                f"bytes while it is packed; give at least {most}"
             )
         return min(READERS, self._max_bytes // most)
 
@@ -224,6 +236,47 @@ class ExpertsInFile:
                 f"expert_weights={self._expert_weights!r} rounds bfloat16 weights, and {codes[0]} "
                 "is quantised already; use 'auto'"
             )
+
+
+class ExpertsInFolder(ExpertsInFile):
+    """The place of a model's experts: a file in a folder, which has a name of its own there.
+
+    Args:
+        folder: The folder, which is made if it is missing.
+        max_bytes: Most bytes of experts in memory. If all experts fit, there is no file.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        super().__init__(folder, max_bytes)
+        self._folder = folder
+
+    def identify(self, files: Sequence[Path], method: Method | None, expert_weights: str) -> None:
+        """See `ExpertsInFile.identify`. It decides the name of the file."""
+        super().identify(files, method, expert_weights)
+        text = json.dumps(self._says, sort_keys=True)
+        self._path = self._folder / f"{blake2b(text.encode(), digest_size=8).hexdigest()}.experts"
+
+    def take(self, skeleton: PreTrainedModel, checkpoint: Checkpoint) -> Checkpoint:
+        """See `ExpertsInFile.take`.
+
+        Raises:
+            ConfigError: `max_bytes` has no room for the experts of one token. Nothing is written
+                then.
+        """
+        config = skeleton.config.get_text_config(decoder=True)
+        self._top_k = getattr(config, "num_experts_per_tok", None) or 1
+        return super().take(skeleton, checkpoint)
+
+    def _all_fit(self) -> bool:
+        layers = [plan.layer for plan in self._plans()]
+        total = sum(layer.num_bytes for layer in layers)
+        if self._max_bytes >= total:
+            return True
+        largest = max(layer.expert_bytes for layer in layers)
+        refuse_too_few(self._max_bytes, largest, self._top_k, total)
+        with self._naming():
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return False
 
 
 def digest_of(files: Sequence[Path]) -> str:
