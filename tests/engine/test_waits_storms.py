@@ -4,6 +4,7 @@ Reads take drawn times, so they end in any order. Requests of both classes come,
 paused, evicted and swapped out, and change their class, while their frames wait.
 """
 
+import os
 import random
 import threading
 import time
@@ -16,13 +17,16 @@ from typing import Any
 import pytest
 
 from qllm import QLLMEngine, SamplingParams
+from qllm.errors import RequestFailedError
+from qllm.frontend.handle import Handle
 from qllm.kernels import cpu
 from qllm.models.loader import load
 from qllm.models.weights.expert_file import ExpertFile
 from qllm.record import trace
 from tests.support.experts_in_file import loaded, saved
 from tests.support.inside import loop_of, runner_of
-from tests.support.storms import Chaos, Storm, fine, same
+from tests.support.storms import Chaos, Storm, fine, prompt_of, same
+from tests.support.waiting import wait_for
 
 assert cpu.MISSING is None, cpu.MISSING
 SETTINGS: dict[str, Any] = {
@@ -123,3 +127,62 @@ def test_a_storm_has_the_tokens_of_resident_experts(
             assert len(waits) > 20
         for (handle, _), result in zip(storm.handles, results, strict=True):
             assert same(result, one.submit(priority="LS", **storm.specs[handle.number]).result(60))
+
+
+def submit_three(engine: QLLMEngine) -> list[Handle]:
+    found: list[Handle] = engine.call(
+        lambda: [
+            engine.submit(prompt_of(5 + 9 * i, i), "BE", 8, sampling=GREEDY, request_id=str(i))
+            for i in range(3)
+        ]
+    )
+    return found
+
+
+@pytest.mark.parametrize("num_first", [0, 25, 70])
+def test_a_checkpoint_of_waiting_frames_goes_on_elsewhere(tmp_path: Path, num_first: int) -> None:
+    """After some reads, the disk stands still until the checkpoint is written."""
+    folder, gate, real = saved(tmp_path, "qwen3_moe"), threading.Event(), ExpertFile.read
+    with resident(folder) as one:
+        wanted = {h.request_id: h.result(60).token_ids for h in submit_three(one)}
+        top_k = runner_of(one).shape.experts_per_token
+    count = 0
+
+    def read(file: ExpertFile, layer: int, expert: int, into: memoryview) -> None:
+        nonlocal count
+        count += 1
+        assert count <= num_first or gate.wait(60)
+        real(file, layer, expert, into)
+
+    path = tmp_path / "waits.qllm"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ExpertFile, "read", read)
+        with in_slots(folder, top_k) as engine:
+            handles = submit_three(engine)
+            wait_for(lambda: count > num_first and engine.stats()["experts"]["waiting"] > 0)
+            assert engine.checkpoint(path) > 0
+            gate.set()
+            assert {h.request_id: h.result(60).token_ids for h in handles} == wanted
+    with in_slots(folder, top_k + 2) as other:
+        found = {h.request_id: h.result(60).token_ids for h in other.restore(path)}
+    assert found.items() <= wanted.items()
+    assert found
+
+
+def test_a_file_that_is_cut_off_while_it_is_used_ends_requests_and_no_engine(
+    tmp_path: Path,
+) -> None:
+    folder = saved(tmp_path, "qwen3_moe")
+    file = loaded(folder)[1]
+    with in_slots(folder, 4) as engine:
+        wanted = [handle.result(60).token_ids for handle in submit_three(engine)]
+        whole = file.path.read_bytes()
+        os.truncate(file.path, 4096)
+        for handle in submit_three(engine):
+            with pytest.raises(RequestFailedError, match=r"expert \d+ of .* is cut off"):
+                handle.result(60)
+        assert "is cut off" in engine.stats()["experts"]["failure"]
+        with file.path.open("r+b") as out:
+            out.write(whole)
+        assert [handle.result(60).token_ids for handle in submit_three(engine)] == wanted
+        assert engine.stats()["experts"]["failure"] is None
