@@ -363,6 +363,21 @@ class EngineConfig:
                 "out"
             )
 
+    def refuse_expert_file(self, what: str) -> None:
+        """Refuse experts in a file.
+
+        Args:
+            what: Subject of the message: "a simulation".
+
+        Raises:
+            ConfigError: `max_expert_bytes` is set.
+        """
+        if self.max_expert_bytes is not None:
+            raise ConfigError(
+                f"max_expert_bytes={self.max_expert_bytes}: {what} has all experts in memory; "
+                "leave it and expert_dir out"
+            )
+
     @property
     def on_device(self) -> bool:
         """True if the loop runs on the device, which uses no doorbell."""

@@ -384,6 +384,7 @@ def calibrate(
         ModelError: The model cannot be found, loaded or driven.
     """
     config = with_usual_sizes(config or EngineConfig())
+    config.refuse_expert_file("a calibration")
     loaded = load(make_random_moe(size=model) if model in SIZES else model)
     measured: list[Measured] = []
     with torch_threads(threads):

@@ -16,6 +16,10 @@ from qllm.frontend.handle import Handle
 from qllm.kernels import cpu
 from qllm.models.loader import load
 from qllm.models.weights.quantised_linears import weight_bytes
+from qllm.sim.calibrate import calibrate
+from qllm.sim.presets import preset
+from qllm.sim.run import SimulatedEngine
+from qllm_policies.fcfs import Fcfs
 from tests.support.experts_in_file import loaded, saved
 from tests.support.families import VOCAB
 
@@ -211,6 +215,11 @@ def test_settings_that_need_a_load_or_a_cpu_are_refused(tmp_path: Path) -> None:
         QLLMEngine.from_model(model, **SETTINGS, **own)
     with pytest.raises(ConfigError, match="max_expert_bytes=1048576 is for the CPU"):
         EngineConfig(**own).check_place("process", "cuda")
+    wanted = "max_expert_bytes=1048576: a .* has all experts in memory; leave it"
+    with pytest.raises(ConfigError, match=wanted):
+        calibrate("1m", config=EngineConfig(**own))
+    with pytest.raises(ConfigError, match=wanted):
+        SimulatedEngine(Fcfs(), preset("h100", "qwen3-moe"), EngineConfig(**own))
 
 
 # -- digests

@@ -63,6 +63,8 @@ class MissingRunner(FlakyRunner):
     def __init__(self, *args: Any, **how: Any) -> None:
         super().__init__(*args, **how)
         self.missed: dict[int, Missing] = {}
+        self.ranges: set[RequestId] = set()
+        """Requests that need all of their experts at once."""
         self.used: dict[tuple[int, int], set[int]] = {}
         """Experts that each EXPERTS op has computed with, by frame and op."""
 
@@ -76,6 +78,9 @@ class MissingRunner(FlakyRunner):
             used = self.used.setdefault((program.frame_id, i), set())
             need = dict.fromkeys(e for r in rows for e in self.experts_of(r) if e not in used)
             here = [e for e in need if layer.has(e)]
+            is_range = not self.ranges.isdisjoint(rows)
+            if is_range and len(here) < len(need):
+                here = []
             for expert in here:
                 slot = layer.slot(expert)
                 assert slot is not None
@@ -87,7 +92,7 @@ class MissingRunner(FlakyRunner):
                 if start < at:
                     at = super().run(replace(program, ops=program.ops[:i]), start, stop)
                 if at == (i, 0):
-                    self.missed[program.frame_id] = Missing(layer, gone, is_range=False)
+                    self.missed[program.frame_id] = Missing(layer, gone, is_range=is_range)
                 return at
         return super().run(program, start, stop)
 
@@ -125,7 +130,7 @@ class WaitWorld(World):
         self.residency = runner.residency = Residency(file, num_slots * SLOT_BYTES, TOP_K)
         self.residency.enter()
         runner.experts_of = experts_of
-        self.runner = runner
+        self.runner: MissingRunner = runner
         loop = self.loop
         loop.runner = loop.effects._runner = loop.prompt_updates._runner = runner
         self.order = DiskOrder()

@@ -294,11 +294,58 @@ def test_ls_takes_slots_from_be_and_the_first_be_from_later_ones(make: Make) -> 
     tickets = world.waits._tickets.values()
     assert [t.has_slots for t in sorted(tickets, key=lambda t: t.rank)] == [False, True, False]
     world.let(0, 1)
-    world.scheduler.update(first, None, True, world.clock.at_ns)  # it never runs with its experts
-    world.step()
-    world.settle()
+    turn(world)  # the first could run now
     assert sorted(world.begun[2:]) == [4, 5]
+    world.run_open()
+    finished_well(world)
+
+
+def turn(world: WaitWorld) -> None:
+    """Give slots to tickets, and let no frame run."""
+    assert not list(world.waits.turn(world.clock.at_ns))
+    world.settle()
+
+
+def test_no_later_frame_takes_the_slots_that_the_first_waits_for(make: Make) -> None:
+    """Two slots are written to for a frame that is gone, and the first frame needs two at once."""
+    world = make(Fcfs(), num_slots=TOP_K + 1)
+    gone = world.submit(BE, 20, 1)
+    world.stop_at_wait()
+    world.cancel(gone)
+    first = world.submit(BE, 20, 1)
+    world.runner.ranges.add(first)
+    world.stop_at_wait()
+    later = world.submit(BE, 20, 1)
+    world.stop_at_wait()
+    assert world.waiting == {first, later}
+    assert world.begun == [0, 1]
+    assert not world.threads._queue
+    world.let(0, 1)
+    turn(world)
+    assert sorted(world.begun[2:]) == [2, 3]
+    world.let(2)
+    turn(world)
+    assert first in world.waiting, "it needs both"
+    world.run_open()
+    assert world.finished[first] is world.finished[later] is FinishReason.LENGTH
+
+
+def test_the_oldest_be_takes_slots_from_later_ones(make: Make) -> None:
+    world = make(Fcfs(), num_slots=TOP_K)
+    first = world.submit(BE, 20, 1)
+    world.stop_at_wait()
+    second = world.submit(BE, 20, 1)
+    world.stop_at_wait()
+    world.scheduler.update(first, None, True, world.clock.at_ns)
+    world.let(0, 1)
+    world.stop_at_wait()
+    assert sorted(world.begun[2:]) == [2, 3]
     world.scheduler.update(first, None, False, world.clock.at_ns)
+    world.stop_at_wait()
+    assert world.waiting == {first, second}
+    world.let(2, 3)
+    turn(world)
+    assert sorted(world.begun[4:]) == [0, 1]
     world.run_open()
     finished_well(world)
 
@@ -438,16 +485,20 @@ def test_an_own_wait_is_no_stall_and_the_wait_behind_it_is(make: Make) -> None:
     finished_well(world)
 
 
-def test_a_wait_does_not_count_as_a_run(make: Make) -> None:
-    """A run that ends where it began has computed nothing."""
+def test_a_run_that_misses_at_once_does_not_count_as_a_run(make: Make) -> None:
     world = make()
     request = world.submit(BE, 20, 1)
     world.stop_at_wait()
     found = world.scheduler.requests[request]
-    served, since = found.served_ns, found.last_progress_ns - found.admitted_ns
-    world.let(0)
-    world.residency._pins[:] += 0
+    world.let(0, 1)
+    turn(world)
+    assert not world.waiting
+    world.residency.leave()  # its experts are gone before it runs
+    world.residency.enter()
+    before = found.last_progress_ns
     world.clock.at_ns += NS_PER_S
-    world.step()
-    assert found.last_progress_ns - found.admitted_ns == since
-    assert found.served_ns == served
+    assert world.step()
+    assert world.waiting == {request}
+    assert found.last_progress_ns == before
+    world.run_open()
+    finished_well(world)
