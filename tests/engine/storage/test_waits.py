@@ -12,10 +12,12 @@ import pytest
 from qllm.engine.storage.mover import Mover
 from qllm.engine.storage.waits import DEADLINE_NS
 from qllm.errors import ModelError, PolicyError
+from qllm.plan import Plan
+from qllm.policy import View, next_row
 from qllm.record import trace
 from qllm.sim.check import _StallWatch
 from qllm.sim.world import LIMITS
-from qllm.types import NS_PER_MS, NS_PER_S, FinishReason
+from qllm.types import NS_PER_MS, NS_PER_S, Cap, FinishReason
 from qllm_policies.fcfs import Fcfs
 from qllm_policies.priority import PriorityPolicy
 from qllm_policies.qllm2 import Qllm2
@@ -99,9 +101,18 @@ def test_nothing_is_decided_while_all_frames_wait(make: Make) -> None:
     finished_well(world)
 
 
+class Insists:
+    """Plans its first request, whether there is KV for it or not."""
+
+    needs = Cap.YIELD_EXPERT
+
+    def plan(self, view: View) -> Plan:
+        return Plan(rows=(next_row(view.requests[0], view, view.max_step_tokens),))
+
+
 def test_a_newcomer_without_kv_waits_for_a_frame_that_waits(make: Make) -> None:
     """All KV is held by the waiting frame, so no plan is possible. This is no fault of a policy."""
-    for policy in (Fcfs(), Qllm2(), Fuzz(3)):
+    for policy in (Fcfs(), Qllm2(), Fuzz(3), Insists()):
         world = make(policy, limits=replace(LIMITS, num_blocks=4, max_num_seqs=2))
         world.submit(BE, 40, 2)
         world.stop_at_wait()
