@@ -456,7 +456,7 @@ def test_a_disk_that_hangs_ends_the_rows_that_wait_for_it(make: Make) -> None:
 
 
 def test_a_disk_that_hangs_in_every_thread_ends_all_that_wait(make: Make) -> None:
-    world = make(num_slots=TOP_K)
+    world = make(num_slots=2 * TOP_K)
     first = world.submit(BE, 20, 1)
     world.stop_at_wait()
     second = world.submit(BE, 20, 1)
