@@ -61,6 +61,7 @@ ONLY_HOST_LOOP = {
     "swap_kv_tokens": 0,
     "kv_dir": None,
     "kv_ttl_s": None,
+    "max_expert_bytes": None,
     "role": "both",
     "handover_gib": 0.0,
     "draft": "none",
@@ -72,6 +73,7 @@ NOT_ON_RANKS = {
     "kv_dir": (None, "no file of KV is written by several ranks yet"),
     "handover_gib": (0.0, "no KV is handed over by several ranks yet"),
     "role": ("both", "no KV is handed over by several ranks yet"),
+    "max_expert_bytes": (None, "each rank has its experts in memory"),
 }
 """Settings that several ranks do not support: the values they must have, and the reason."""
 
@@ -170,6 +172,13 @@ class EngineConfig:
     kv_ttl_s: float | None = None
     """Seconds without use after which cached KV is deleted, in RAM and in the file. None: it is
     deleted when its room is needed."""
+    max_expert_bytes: int | str | None = None
+    """Most bytes of experts in memory, like "8GiB", for a model that is larger than memory. Its
+    experts are in a file in `expert_dir`, and come and go. If all fit, there is no file. None keeps
+    all experts in memory (docs/design/weights.md)."""
+    expert_dir: str | PurePath | None = None
+    """Folder for the file of packed experts, about as large as the experts. The first load writes
+    it, and later loads and other engines read it."""
     role: str = "both"
     """Role in a fleet. "prefill" migrates a request once it has its first token; "decode" and
     "both" do not. Front ends send new requests to "decode" engines only if there are no others."""
@@ -200,9 +209,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         self._check_choices()
-        if isinstance(self.kv_dir, PurePath):
-            object.__setattr__(self, "kv_dir", str(self.kv_dir))
-        object.__setattr__(self, "memory", _num_bytes("memory", self.memory))
+        self._read_values()
+        self._check_experts()
         for name in (
             "depth",
             "max_num_seqs",
@@ -237,6 +245,25 @@ class EngineConfig:
             raise ConfigError(f"ls_slo={shown(self.ls_slo)} must be text like {SLO_EXAMPLE}")
         if self.ls_slo:
             parse_slo(self.ls_slo)
+
+    def _read_values(self) -> None:
+        """Replace paths by their texts, and sizes by bytes."""
+        for name in ("kv_dir", "expert_dir"):
+            if isinstance(path := getattr(self, name), PurePath):
+                object.__setattr__(self, name, str(path))
+        for name in ("memory", "max_expert_bytes"):
+            object.__setattr__(self, name, _num_bytes(name, getattr(self, name)))
+
+    def _check_experts(self) -> None:
+        most, folder = self.max_expert_bytes, self.expert_dir
+        if folder is not None and not (isinstance(folder, str) and folder):
+            raise ConfigError(f"expert_dir={shown(folder)} must be None or the path of a folder")
+        if (most is None) is not (folder is None):
+            given, other = ("max_expert_bytes", "expert_dir")[:: 1 if folder is None else -1]
+            raise ConfigError(
+                f"{given}={getattr(self, given)!r} needs {other}, too: the bytes of experts in "
+                "memory and the folder for the others are given together"
+            )
 
     @property
     def has_drafts(self) -> bool:
@@ -370,6 +397,26 @@ class EngineConfig:
             raise ConfigError(
                 f"tp={self.tp}: ranks compute on the CPU, and device='cuda' has one rank; use tp=1"
             )
+        if self.max_expert_bytes is not None:
+            raise ConfigError(
+                f"max_expert_bytes={self.max_expert_bytes} is for the CPU; leave it and expert_dir "
+                "out"
+            )
+
+    def refuse_expert_file(self, what: str) -> None:
+        """Refuse experts in a file.
+
+        Args:
+            what: Subject of the message: "a simulation".
+
+        Raises:
+            ConfigError: `max_expert_bytes` is set.
+        """
+        if self.max_expert_bytes is not None:
+            raise ConfigError(
+                f"max_expert_bytes={self.max_expert_bytes}: {what} has all experts in memory; "
+                "leave it and expert_dir out"
+            )
 
     @property
     def on_device(self) -> bool:
@@ -451,7 +498,7 @@ def engine_config(settings: dict[str, Any]) -> EngineConfig:
 
 
 KINDS = get_type_hints(EngineConfig) | {name: Literal[known] for name, known in CHOICES.items()}
-KINDS["memory"] = int | None
+KINDS["memory"] = KINDS["max_expert_bytes"] = int | None
 """Type of each setting; a `Literal` of the values for those in CHOICES."""
 
 

@@ -166,6 +166,8 @@ class QLLMEngine:
         how = {"dtype": dtype, "device": device, "load_format": load_format}
         how |= {"trust_remote_code": trust_remote_code, "expert_weights": config.expert_weights}
         how |= {"tp": config.tp, "depth": config.depth}
+        if config.max_expert_bytes is not None:
+            how["expert_place"] = config.expert_dir, config.max_expert_bytes
         if run_in == "thread":
             from qllm.frontend.thread import ThreadClient
             from qllm.models.loader import load
@@ -276,6 +278,11 @@ class QLLMEngine:
         from qllm.models.loader import wrap
 
         config, made = engine_config(settings), load_policy(policy, policy_settings)
+        if config.max_expert_bytes is not None:
+            raise ConfigError(
+                f"max_expert_bytes={config.max_expert_bytes} is for a model that the engine loads; "
+                "use from_pretrained, or leave it and expert_dir out"
+            )
         thread = ThreadClient(wrap(model, tokenizer), made, config, num_threads(threads))
         return cls(thread, tokenizer, made)
 

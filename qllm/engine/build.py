@@ -34,10 +34,12 @@ from qllm.engine.storage.build import KeptPages
 from qllm.engine.storage.identity import weights_digest
 from qllm.engine.storage.own_threads import set_own_torch_threads
 from qllm.engine.storage.pages import why_not
+from qllm.engine.storage.reads import DiskOrder
+from qllm.engine.storage.waits import ExpertWaits
 from qllm.engine.watch import Watch
 from qllm.errors import CRASHED, ConfigError, DeviceError, EngineClosedError, ModelError
 from qllm.grammar import Vocabulary
-from qllm.ingress import Call, Submission
+from qllm.ingress import LOOK, Call, Submission
 from qllm.ingress.messages import ModelInfo
 from qllm.models.depth import num_layers, whole_layers
 from qllm.models.loader import LoadedModel
@@ -46,13 +48,14 @@ from qllm.models.weights.formats.rounding import ROUNDINGS
 from qllm.models.weights.quantised_experts import all_quantised
 from qllm.models.weights.quantised_linears import weight_bytes
 from qllm.plugins import load_policy
+from qllm.policy import RankPolicy
 from qllm.record.trace import Trace
 from qllm.runner.conformance import check as check_conformance
 from qllm.runner.cpu import cpu_runner
 from qllm.runner.runner import TorchRunner
 from qllm.scheduler.decision import Parked
 from qllm.scheduler.scheduler import Scheduler
-from qllm.types import NS_PER_MS, NS_PER_S, FinishReason, RequestId
+from qllm.types import NS_PER_MS, NS_PER_S, Cap, FinishReason, RequestId
 
 _log = logging.getLogger(__name__)
 
@@ -418,6 +421,7 @@ class EngineCore(LoadedRunner):
         claim: Claim | None = None,
     ) -> None:
         self.handover: HandOver | None = None
+        self.waits: ExpertWaits | None = None
         if weights is None and (config.kv_dir is not None or config.handover_gib):
             with torch_threads(threads):  # must happen before the runner packs the weights
                 weights = weights_digest(loaded.model)
@@ -436,7 +440,8 @@ class EngineCore(LoadedRunner):
             refuse_sizes(config, self.runner, drafting)
             decider = Scheduler(policy, shape, self.runner.cuts, self.limits)
             costs = StepCosts(lambda: self.runner.backend.move_token_ns)
-            self.kept = KeptPages(config, self.runner, weights, ingress, now_ns, costs)
+            order = DiskOrder()
+            self.kept = KeptPages(config, self.runner, weights, ingress, now_ns, costs, order)
             prefix = self.kept.prefix_cache(decider)
             self.handed = HandedIngress(self.grammars, costs)
             self.loading = LoadingIngress(self.handed, prefix, self.handed.has_kv)
@@ -452,6 +457,8 @@ class EngineCore(LoadedRunner):
                 prefix=prefix,
                 costs=costs,
             )
+            wake = partial(ingress.put, LOOK)
+            self.waits = self.loop.waits = waits_of(self.runner, decider, wake, now_ns, order)
             own = self._draft_model(now_ns)
             if (make := drafter_of(config, self.runner, own)) is not None:
                 self.loop.draft_with(make, config.draft_tokens, _log.warning)
@@ -461,8 +468,9 @@ class EngineCore(LoadedRunner):
                 )
                 self.handed.handover = self.loop.newcomers = self.handover
         except BaseException:
-            if (kept := getattr(self, "kept", None)) is not None:
-                kept.close()
+            for part in (getattr(self, "kept", None), self.waits):
+                if part is not None:
+                    part.close()
             self.runner.close()  # give the caller the model back as it was
             self.claim.close()
             raise
@@ -506,6 +514,8 @@ class EngineCore(LoadedRunner):
         for request_id in open_ids:
             self.loop.end(request_id, reason, text)
         self.kept.close()
+        if self.waits is not None:
+            self.waits.close()
         self.claim.close()
 
     @property
@@ -537,6 +547,7 @@ class EngineCore(LoadedRunner):
             },
             "drafts": self._draft_stats(),
             "handover": {} if self.handover is None else self.handover.stats(),
+            "experts": {} if self.waits is None else self.waits.stats(),
         }
 
     def watch(self, since: int, whole: bool) -> dict[str, Any]:
@@ -589,6 +600,32 @@ class EngineCore(LoadedRunner):
             QllmError: The KV cannot be erased, or was not erased in time.
         """
         self.kept.settle()
+
+
+def waits_of(
+    runner: TorchRunner,
+    scheduler: Scheduler,
+    wake: Callable[[], None],
+    now_ns: Callable[[], int],
+    order: DiskOrder,
+) -> ExpertWaits | None:
+    """Return the waits for experts of a file; None if all experts are in memory.
+
+    It is also None if the policy makes plans of its own and asks for no stops inside a pass. Such a
+    policy may not know parked frames, so the runner reads experts by itself, and all others wait.
+
+    Args:
+        runner: Runner of the model.
+        scheduler: Scheduler with the policy.
+        wake: Function that wakes the loop. Called from other threads.
+        now_ns: The engine's clock.
+        order: Order of the threads that use the disk.
+    """
+    policy, residency = scheduler.policy, runner.residency
+    stops = Cap.YIELD_LAYER | Cap.YIELD_EXPERT
+    if residency is None or not (isinstance(policy, RankPolicy) or policy.needs & stops):
+        return None
+    return ExpertWaits(scheduler, residency, runner.missing, wake, now_ns, order)
 
 
 def crash_text(crash: BaseException) -> str:

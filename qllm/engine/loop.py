@@ -8,7 +8,7 @@ take what arrived -> decide -> effects -> run a program until its end or a bound
 from collections import deque
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from qllm.drafters.exit import Exit
 from qllm.drafters.protocol import MakeDrafter
@@ -18,7 +18,7 @@ from qllm.engine.drafts import Drafts
 from qllm.engine.effects import Effects
 from qllm.engine.kv.prefix import PrefixCache
 from qllm.engine.prompt_updates import PromptUpdates, why
-from qllm.engine.protocol import Deciding, Newcomers, Sink
+from qllm.engine.protocol import Deciding, Newcomers, Sink, Waits
 from qllm.errors import PolicyError, contained, without_ticket
 from qllm.ingress import CONTROL, Call, Cancel, Ingress, Item, Revision, Submission, Update
 from qllm.ingress.admission import refusal
@@ -32,6 +32,7 @@ from qllm.types import FinishReason, Grain, Priority, RequestId, Sampled
 
 MAX_POLICY_ERRORS = 1000
 """Number of latest policy errors kept for statistics."""
+WhyNotDone = Literal["stopped", "slice", "experts"]
 
 
 class Live(NamedTuple):
@@ -53,6 +54,13 @@ def request_of(item: Submission) -> Request:
         slo=item.slo,
         is_open=item.is_open,
     )
+
+
+def _why_not_done(*, waits: bool, by_word: bool) -> WhyNotDone:
+    """Return why a run ended before its program, for the record."""
+    if waits:
+        return "experts"
+    return "stopped" if by_word else "slice"
 
 
 class EngineLoop:
@@ -111,6 +119,8 @@ class EngineLoop:
         """Drafters of next tokens; None decodes one token at a time."""
         self.newcomers: Newcomers | None = None
         """Receiver of requests that bring KV from another engine."""
+        self.waits: Waits | None = None
+        """Frames that wait for experts; None if all experts are in memory."""
         self.live: dict[RequestId, Live] = {}
         self._delivery = Delivery(sink, self.live, self._emit, self.finish)
         self._expiries: list[tuple[int, RequestId]] = []
@@ -148,6 +158,9 @@ class EngineLoop:
         self.take()
         now = self.now_ns()
         self._expire(now)
+        for parked, error in () if self.waits is None else self.waits.turn(now):
+            self._emit(trace.Resumed(at_ns=now, frame_id=parked.program.frame_id))
+            self._failed(parked.program, parked.index, now, error)
         if not self.closing:
             now = self._prepare(now)
         if self.closing:
@@ -356,7 +369,12 @@ class EngineLoop:
             self.drafts.paused()
         if self.prefix is not None and self.prefix.keep_rests():
             return  # looks for arrivals before it copies more
-        until = [t for t in (decision.wait_until_ns, self._next_expiry_ns()) if t is not None]
+        ends = [decision.wait_until_ns, self._next_expiry_ns()]
+        if self.waits is not None:
+            if not self.waits.sleep():
+                return
+            ends.append(self.waits.next_turn_ns(self.now_ns()))
+        until = [t for t in ends if t is not None]
         self.ingress.wait(min(until) - self.now_ns() if until else None)
 
     # -- one program
@@ -382,7 +400,12 @@ class EngineLoop:
             self._failed(program, decision.start, start_ns, error)
             return
         end_ns = self.now_ns()
-        by_word = not is_done and CONTROL < stop.word < program.stop_below
+        waits = (
+            not is_done
+            and self.waits is not None
+            and self.waits.ran(program, end, start_ns, end_ns)
+        )
+        by_word = not (is_done or waits) and CONTROL < stop.word < program.stop_below
         self._emit(
             trace.Ran(
                 start_ns=start_ns,
@@ -390,12 +413,14 @@ class EngineLoop:
                 frame_id=program.frame_id,
                 start=decision.start,
                 end=end,
-                why="done" if is_done else "stopped" if by_word else "slice",
+                why="done" if is_done else _why_not_done(waits=waits, by_word=by_word),
                 segments=max(1, end.op - decision.start.op),
             )
         )
         if is_done:
             self._done(program, decision, sampled, start_ns, end_ns)
+        elif waits:
+            self._held_up(program, end)
         else:
             self._parked(program, end, start_ns, end_ns, by_word)
 
@@ -455,6 +480,12 @@ class EngineLoop:
             self.preempt_latencies_ns.append(at_ns - lowered_ns)
             self.num_preemptions += 1
         self._emit(trace.parked(program, end, at_ns, lowered_ns if preempted else None))
+
+    def _held_up(self, program: Program, end: Index) -> None:
+        """Record that the program waits for experts."""
+        if self.drafts is not None:
+            self.drafts.paused()
+        self._emit(trace.parked(program, end, self.now_ns(), None))
 
     def _raise_fault(self, error: Exception) -> None:
         """Raise if the device is lost. No later program could run, so the engine ends.

@@ -1,6 +1,6 @@
 """Protocols of the loop's neighbours: a sink for tokens, and a scheduler."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from qllm.errors import PolicyError
@@ -50,6 +50,41 @@ class Newcomers(Protocol):
             item: The request, which the runner has without KV.
             request: The request, which the scheduler does not have yet.
         """
+        ...
+
+
+class Waits(Protocol):
+    """The frames that wait for experts, of a model whose experts are in a file."""
+
+    def ran(self, program: Program, end: Index, start_ns: int, end_ns: int) -> bool:
+        """Park the running program if its run ended because experts are missing.
+
+        Args:
+            program: Program that ran.
+            end: Boundary where the run ended, before the end of the program.
+            start_ns: Time when the run began.
+            end_ns: Time when the run ended.
+
+        Returns:
+            True if the program is parked, False if it ended for another reason.
+        """
+        ...
+
+    def turn(self, now_ns: int) -> Iterator[tuple[Parked, Exception]]:
+        """Take finished reads, start others, and offer frames that can run to policies.
+
+        Yields:
+            Each frame whose experts cannot be read, with the error. The frame is then the
+            scheduler's running frame, which has failed.
+        """
+        ...
+
+    def sleep(self) -> bool:
+        """Wake the loop after the next read; return False if one has ended already."""
+        ...
+
+    def next_turn_ns(self, now_ns: int) -> int | None:
+        """Return the time of the next turn if no read ends; None if nothing is read."""
         ...
 
 

@@ -29,6 +29,7 @@ from qllm.models.tokenizer import tokenizer_in
 from qllm.models.weights.checkpoint import DTYPES as CODES
 from qllm.models.weights.checkpoint import Checkpoint, Shards, checkpoint_in
 from qllm.models.weights.experts_apart import ExpertsApart
+from qllm.models.weights.experts_in_file import ExpertsInFolder
 from qllm.models.weights.experts_on_demand import ExpertsOnDemand
 from qllm.models.weights.formats.layout import PLAIN, Stored
 from qllm.models.weights.formats.rounding import ROUNDINGS
@@ -88,6 +89,7 @@ def load(
     load_format: str = "auto",
     expert_weights: str = "auto",
     experts: ExpertsApart | None = None,
+    expert_place: tuple[str, int] | None = None,
     tp: int = 1,
     depth: int | None = None,
 ) -> LoadedModel:
@@ -108,6 +110,8 @@ def load(
         expert_weights: Format of experts, see `EngineConfig`; "int4" and "mxfp4" round weights
             while they are read.
         experts: Place of the experts outside the model; None keeps them in the model.
+        expert_place: Folder for the experts, and most bytes of experts in memory, in place of
+            `experts`. If all experts fit, they stay in the model.
         tp: Number of ranks that will share the model. Several ranks read their own experts later.
         depth: Number of layers to load; the others are not read. None loads the whole model.
 
@@ -123,6 +127,8 @@ def load(
         )
     wanted, place = _dtype(dtype), check_device(device)
     dummy, weights = load_format == "dummy", None
+    if expert_place is not None:
+        experts = ExpertsInFolder(Path(expert_place[0]), expert_place[1])
     if experts is not None and (dummy or place.type != "cpu"):
         raise ConfigError(
             f"experts in a file are read from a checkpoint into RAM: load_format={load_format!r} "

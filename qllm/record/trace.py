@@ -129,8 +129,9 @@ class Ran:
     frame_id: FrameId
     start: Index
     end: Index
-    why: Literal["done", "stopped", "slice", "error"]
-    """Reason of the end. "done" is the end of the whole program, not of a layer."""
+    why: Literal["done", "stopped", "slice", "experts", "error"]
+    """Reason of the end. "done" is the end of the whole program, not of a layer. With "experts" the
+    frame waits until experts are read."""
     segments: int
     """Number of segments, each the work between two boundaries."""
 

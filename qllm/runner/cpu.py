@@ -201,7 +201,7 @@ class CpuBackend:
         sizes = Amounts(self.costs, self.cuts.expert_block, runner.on_segment is not None)
         run = partial(self.sweep.run, frame, program, at, stop, runner.new_step, sizes)
         swept = run()
-        if swept.missing is None or swept.at != at:
+        if swept.missing is None or swept.at != at or swept.missing.residency.all.parks:
             return swept
         with swept.missing.in_memory():
             swept = run()

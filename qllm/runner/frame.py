@@ -27,6 +27,7 @@ from qllm.runner.layers.deltas import Carried
 from qllm.runner.layers.drivers import Rope, Routed
 from qllm.runner.layers.drivers import RouterExtras as Parts
 from qllm.runner.layers.work import Work
+from qllm.runner.residency import Missing
 from qllm.runner.rope_tables import NO_ROPES
 from qllm.runner.sampling.sampler import Unread
 from qllm.runner.sampling.scores import NO_SCORES, Score, Scores
@@ -248,6 +249,8 @@ class Frame:
         self.head: HeadState | None = None
         self.sampled: list[Sampled] = []
         self.unread: Unread | None = None
+        self.missing: Missing | None = None
+        """Experts without which the last run could not go on; None if it could."""
         self.slots_done = 0
         """Number of executed (token, layer, expert slot) triples, for I1."""
         self.rope = NO_ROPES

@@ -2,22 +2,23 @@
 
     file -> slots, within one budget for all layers    table: expert -> its slot, read by kernels
 
-A read blocks its caller. An expert displaces the expert that was used longest ago, unless that one
-is pinned. An entry of the table is set when all bytes of the expert are read and checked. It is
-cleared before its slot is used for another expert.
+A runner that `parks` returns when experts are missing, and another thread reads them (`reserve`,
+`end_read`). Otherwise a read blocks the runner (`pinned`). An expert displaces the expert that was
+used longest ago, unless that one is pinned. An entry of the table is set when all bytes of the
+expert are read and checked. It is cleared before its slot is used for another expert.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from qllm.errors import ConfigError, InvariantError, ModelError
+from qllm.errors import InvariantError, ModelError
 from qllm.kernels import cpu
-from qllm.models.weights.expert_file import ExpertFile
+from qllm.models.weights.expert_file import ExpertFile, refuse_too_few
 
 NONE = -1
 """Owner of an empty slot, and slot of an absent expert."""
@@ -43,18 +44,18 @@ class Residency:
         self.has_all = max_bytes >= file.num_bytes
         """True if there is room for all experts, which then need no slots."""
         self.num_slots = 0 if self.has_all else max_bytes // self._slot_bytes
-        if not self.has_all and self.num_slots < top_k:
-            raise ConfigError(
-                f"max_bytes={max_bytes} has room for {self.num_slots} experts, and a token uses "
-                f"{top_k} experts of a layer, of {self._slot_bytes} bytes each; give at least "
-                f"{top_k * self._slot_bytes}, or {file.num_bytes} for all experts"
-            )
+        if not self.has_all:
+            refuse_too_few(max_bytes, self._slot_bytes, top_k, file.num_bytes)
         self.clock = 0
         """Time of the last use of an expert: a number of ranges of work units."""
         self.num_reads = 0
-        """Number of experts that were read from the file."""
+        """Number of experts that were read into slots."""
         self.table = np.zeros((self.num_experts, 2), dtype=np.int64)
         """`Slot` of kernels.h of each expert, layer by layer: address, and time of the last use."""
+        self.parks = False
+        """True if a runner returns when experts are missing."""
+        self.top_k = top_k
+        """Experts per token."""
         self._memory: Tensor | None = None
         self._slot_of = np.full(self.num_experts, NONE)
         self._owner = np.full(self.num_slots, NONE)
@@ -71,6 +72,11 @@ class Residency:
         self._memory = None
         self.table[:] = 0
         self._slot_of[:] = self._owner[:] = NONE
+        self._pins[:] = 0
+
+    def name_of(self, layer: int) -> str:
+        """Return the path of a layer's module of experts."""
+        return self._file.layers[layer].name
 
     def layer(self, number: int) -> "LayerResidency":
         """Return the experts of one layer of the file."""
@@ -82,8 +88,37 @@ class Residency:
         slot = self._slot_of[number]
         return None if slot == NONE or self._memory is None else self._memory[slot]
 
+    def place(self, number: int) -> int | None:
+        """Return the number of the slot of an expert that is in memory; None if it is not."""
+        slot = int(self._slot_of[number])
+        return None if slot == NONE else slot
+
+    @property
+    def num_resident(self) -> int:
+        """Number of experts in memory. Callable from any thread."""
+        return int((self._owner != NONE).sum())
+
+    def reserve(self, layer: int, slot: int) -> memoryview:
+        """Empty a slot for an expert of a layer, and pin the slot until `end_read`."""
+        memory = self._empty(layer, slot)
+        self._pins[slot] += 1
+        view: memoryview = memory.numpy().data
+        return view
+
+    def end_read(self, slot: int, number: int | None) -> None:
+        """Unpin a reserved slot.
+
+        Args:
+            slot: Number of the slot.
+            number: Row of the expert whose bytes are in the slot; None if it was not read.
+        """
+        self._pins[slot] -= 1
+        if number is not None:
+            assert self._memory is not None, "the slots are not allocated"
+            self._own(number, slot, self._memory[slot].data_ptr())
+
     def read(self, layer: int, expert: int, into: memoryview) -> None:
-        """Read an expert: see `ExpertFile.read`.
+        """Read an expert: see `ExpertFile.read`. Callable from any thread.
 
         Raises:
             ModelError: The expert cannot be read, or is damaged.
@@ -92,10 +127,9 @@ class Residency:
             self._file.read(layer, expert, into)
         except OSError as error:
             raise ModelError(
-                f"expert {expert} of {self._file.layers[layer].name} cannot be read from "
+                f"expert {expert} of {self.name_of(layer)} cannot be read from "
                 f"{self._file.path} ({error}); check the disk"
             ) from error
-        self.num_reads += 1
 
     @contextmanager
     def pinned(self, layer: int, first: int, experts: Iterable[int]) -> Iterator[None]:
@@ -108,10 +142,10 @@ class Residency:
             for expert in wanted:
                 if self._slot_of[first + expert] != NONE:
                     continue
-                if (free := self._least_used()) is None:
+                if not (free := self.least_used(1)):
                     break
-                self._bring(layer, expert, first + expert, free)
-                self._pin(free, pinned)
+                self._bring(layer, expert, first + expert, free[0])
+                self._pin(free[0], pinned)
             if not pinned:
                 raise InvariantError("every slot of experts is pinned, and another is needed")
             yield
@@ -122,29 +156,56 @@ class Residency:
         self._pins[slot] += 1
         pinned.append(slot)
 
-    def _least_used(self) -> int | None:
-        """Return the slot that is used next; None if all are pinned. Empty slots come first."""
-        free = np.flatnonzero(self._pins == 0)
-        if not len(free):
-            return None
+    def least_used(self, most: int, keep: Collection[int] = ()) -> list[int]:
+        """Return the slots that are used next: empty slots, then those used longest ago.
+
+        Args:
+            most: Most slots.
+            keep: Slots that stay, in addition to pinned slots.
+        """
+        is_free = self._pins == 0
+        is_free[list(keep)] = False
+        free = np.flatnonzero(is_free)
         owner = self._owner[free]
-        return int(free[np.where(owner == NONE, NONE, self.table[owner, 1]).argmin()])
+        order = np.where(owner == NONE, NONE, self.table[owner, 1]).argsort(kind="stable")
+        found: list[int] = free[order[:most]].tolist()
+        return found
 
     def _bring(self, layer: int, expert: int, number: int, slot: int) -> None:
         """Read an expert into an unpinned slot."""
+        memory = self._empty(layer, slot)
+        self.read(layer, expert, memory.numpy().data)
+        self._own(number, slot, memory.data_ptr())
+
+    def _empty(self, layer: int, slot: int) -> Tensor:
+        """Empty a slot, and return its memory for an expert of a layer."""
         assert self._memory is not None, "the slots are not allocated"
         if (before := self._owner[slot]) != NONE:
             self.table[before, 0] = 0
             self._slot_of[before] = self._owner[slot] = NONE
-        memory = self._memory[slot, : self._file.layers[layer].expert_bytes]
-        self.read(layer, expert, memory.numpy().data)
+        return self._memory[slot, : self._file.layers[layer].expert_bytes]
+
+    def _own(self, number: int, slot: int, address: int) -> None:
+        """Set the entry of an expert whose bytes are in a slot."""
         self._owner[slot], self._slot_of[number] = number, slot
-        self.table[number] = memory.data_ptr(), self.clock
+        self.table[number] = address, self.clock
+        self.num_reads += 1
 
     def use(self, numbers: "np.ndarray[Any, Any]") -> None:
         """Note that a range of work units used experts. The native sweep notes it by itself."""
         self.clock += 1
         self.table[numbers, 1] = self.clock
+
+
+class Wanted(NamedTuple):
+    """An expert that is read."""
+
+    layer: int
+    """Number of the layer in the file."""
+    expert: int
+    """Number of the expert in its layer."""
+    number: int
+    """Row of the expert in the table."""
 
 
 class LayerResidency:
@@ -165,6 +226,10 @@ class LayerResidency:
     def table(self) -> int:
         """Address of `Slot` of kernels.h of each expert."""
         return self.all.table[self._first :].ctypes.data
+
+    def wanted(self, expert: int) -> Wanted:
+        """Return an expert of the layer as it is read."""
+        return Wanted(self._number, expert, self._first + expert)
 
     def has(self, expert: int) -> bool:
         """Return True if an expert is in memory."""
@@ -188,3 +253,17 @@ class LayerResidency:
             InvariantError: Every slot is pinned already.
         """
         return self.all.pinned(self._number, self._first, experts)
+
+
+class Missing(NamedTuple):
+    """Experts that a frame needs and that are not in memory."""
+
+    residency: LayerResidency
+    experts: tuple[int, ...]
+    """Numbers of the experts, in the order of their units."""
+    is_range: bool
+    """True if a range has begun that needs all of these experts; False if any unit may be next."""
+
+    def in_memory(self) -> AbstractContextManager[None]:
+        """Hold these experts in memory inside the `with` block, as many as fit."""
+        return self.residency.pinned(self.experts)

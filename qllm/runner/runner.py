@@ -33,6 +33,7 @@ from qllm.runner.layers.trial import charged
 from qllm.runner.layers.work import Work
 from qllm.runner.polling import let_poll
 from qllm.runner.protocol import Longest, Segments, Stop
+from qllm.runner.residency import Missing, Residency
 from qllm.runner.rope import Ropes
 from qllm.runner.sampling.sampler import Sampler
 from qllm.runner.sweep import Swept
@@ -117,6 +118,12 @@ class TorchRunner:
                 yield
         finally:
             self._follow_backend()
+
+    @property
+    def residency(self) -> Residency | None:
+        """Slots for experts of a file; None if all experts are in memory."""
+        held = (bank.residency for bank in self.backend.compute.banks if bank is not None)
+        return next((one.all for one in held if one is not None), None)
 
     @property
     def cuts(self) -> CutRule:
@@ -230,12 +237,13 @@ class TorchRunner:
     def run(self, program: Program, start: Index, stop: Stop) -> Index:
         frame = self.frames[program.frame_id]
         frame.grain = program.grain  # the grain may have changed since the frame was made
+        frame.missing = None
         with inference():
             return self._run(frame, program, start, stop)
 
     def _run(self, frame: Frame, program: Program, start: Index, stop: Stop) -> Index:
         clock, segments, backend = self._clock, self.segments, self.backend
-        ops, grain, below = program.ops, program.grain, program.stop_below
+        ops = program.ops
         (op, pos), begin = start, clock()
         while op < len(ops):
             o, here = ops[op], Index(op, pos)
@@ -245,10 +253,12 @@ class TorchRunner:
             if swept is not None:
                 (op, pos), kind = swept.at, swept.longest_op
                 self._bytes_read += swept.expert_bytes
+                if swept.missing is not None and swept.missing.residency.all.parks:
+                    frame.missing = swept.missing
             else:
                 frame.layer.space = None
                 pos = self._ops[kind](frame, o, pos)
-                op += pos == 0
+                op += pos == 0 and frame.missing is None
             backend.pace()
             end = clock()
             ns = end - begin if swept is None else swept.segment_ns(end - begin)
@@ -257,14 +267,16 @@ class TorchRunner:
             if self.on_segment is not None:
                 self.on_segment(program, here, begin, end)
             begin = end
-            if op == len(ops) or grain is Grain.STEP:
-                continue
-            if grain is Grain.LAYER and program.inside_layer(Index(op, pos)):
-                continue
-            late = stop.stop_at_ns is not None and stop.now_ns() >= stop.stop_at_ns
-            if late or stop.word < below:
+            if op < len(ops) and _stops(frame, program, Index(op, pos), stop):
                 break
         return Index(op, pos)
+
+    def missing(self, program: Program) -> Missing | None:
+        """Return the experts without which the last run of a program could not go on.
+
+        It is None if the run could go on.
+        """
+        return self.frames[program.frame_id].missing
 
     def finish(self, program: Program) -> list[Sampled]:
         frame = self.frames[program.frame_id]
@@ -372,7 +384,11 @@ class TorchRunner:
         work = state.work or self._start_experts(state, op, frame.grain)
         x = state.experts_x_TD
         assert x is not None
-        with work.in_memory(pos):
+        missing = work.missing(pos)
+        if missing is not None and missing.residency.all.parks:
+            frame.missing = missing
+            return pos
+        with work.in_memory(pos, missing):
             stop = work.end_of_range(pos, self.backend.costs)
             frame.slots_done += work.run(x, pos, stop)
         self._bytes_read += work.bytes_read(pos, stop)
@@ -509,3 +525,15 @@ class TorchRunner:
     def fingerprint(self) -> str:
         """Return the model's identity: settings, a sample of its weights' bytes, their format."""
         return self._identity
+
+
+def _stops(frame: Frame, program: Program, at: Index, stop: Stop) -> bool:
+    """Return True if a run ends at a boundary before the end of its program."""
+    if frame.missing is not None:
+        return True
+    if program.grain is Grain.STEP:
+        return False
+    if program.grain is Grain.LAYER and program.inside_layer(at):
+        return False
+    is_late = stop.stop_at_ns is not None and stop.now_ns() >= stop.stop_at_ns
+    return is_late or stop.word < program.stop_below

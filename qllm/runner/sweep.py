@@ -9,7 +9,6 @@ kernels/cpu/sweep.cpp.
 
 import ctypes
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from ctypes import c_double, c_float, c_int64, c_void_p
 from typing import Any, NamedTuple
 
@@ -32,7 +31,7 @@ from qllm.runner.layers.native_experts import NativeBank
 from qllm.runner.layers.work import Bank, Work
 from qllm.runner.polling import let_poll
 from qllm.runner.protocol import Stop
-from qllm.runner.residency import LayerResidency
+from qllm.runner.residency import Missing
 from qllm.scheduler.program import Index, Op, OpKind, Ops, Program, Stretch
 
 
@@ -145,19 +144,6 @@ class Amounts(NamedTuple):
     """Most rows of one expert work unit."""
     single: bool
     """True to return after the first op or range."""
-
-
-class Missing(NamedTuple):
-    """Experts that a call needs and that are not in memory."""
-
-    residency: LayerResidency
-    experts: tuple[int, ...]
-    """Numbers of the experts, in the order of their units. If a range has begun, these are all
-    experts of the range."""
-
-    def in_memory(self) -> AbstractContextManager[None]:
-        """Hold these experts in memory inside the `with` block, as many as fit."""
-        return self.residency.pinned(self.experts)
 
 
 class Swept(NamedTuple):
@@ -355,7 +341,7 @@ class Sweep:
         assert bank is not None
         assert bank.residency is not None
         units = space.units.view(-1, 3)[s.pos : s.begun or s.num_units, 0]
-        return Missing(bank.residency, tuple(dict.fromkeys(units.tolist())))
+        return Missing(bank.residency, tuple(dict.fromkeys(units.tolist())), bool(s.begun))
 
     def _call(self, s: SweepStruct) -> None:
         """Run the native call."""

@@ -242,7 +242,8 @@ def _die(scheduler: "Scheduler", request: Request) -> list[Effect]:
 def _move_out(scheduler: "Scheduler", request: Request) -> list[Effect]:
     effects = step_aside(scheduler, request)
     if request.frame_id is not None:
-        scheduler.away[request.request_id] = scheduler.frames.pop(request.frame_id)
+        parked = scheduler.away[request.request_id] = scheduler.frames.pop(request.frame_id)
+        parked.waits_for = None  # the frame asks again when the KV is back
     _free_blocks(scheduler, request, moving=True)
     request.swap_out()
     return effects

@@ -2,8 +2,8 @@
 
 No policy sees or plans a paused request. A paused request keeps its KV, and keeps a frame that
 holds no other request. When blocks are short, it is the first victim, whatever its class. Policies
-do not see a streaming prompt that waits for input either. Such a prompt keeps its rank among
-victims.
+do not see a streaming prompt that waits for input either, nor a request whose frame waits for
+experts. Such requests keep their rank among victims.
 """
 
 from dataclasses import replace
@@ -67,8 +67,8 @@ def revise(
 
 
 def active(scheduler: "Scheduler") -> list[Request]:
-    """Return all requests except paused ones and streaming prompts that wait for input."""
-    if not (scheduler.paused or scheduler.open):
+    """Return all requests except paused ones, and those that wait for input or for experts."""
+    if not (scheduler.paused or scheduler.open or scheduler.has_waits):
         return list(scheduler.requests.values())
     return [r for r in scheduler.requests.values() if not r.is_hidden]
 
@@ -91,6 +91,7 @@ def view_of(scheduler: "Scheduler", now_ns: int) -> View:
     frames = [
         FrameView(frame_id, parked.live_rows(), parked.parked_ns, parked.alarm_ns)
         for frame_id, parked in scheduler.frames.items()
+        if parked.waits_for is None
     ]
     if paused:
         frames = [f for f in frames if not any(row.request_id in paused for row in f.rows)]

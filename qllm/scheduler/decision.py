@@ -98,6 +98,9 @@ class Parked:
     """Time when an arrival stopped the program but has to wait (`RankPolicy.max_preemptions`)."""
     dead: set[RequestId] = field(default_factory=set)
     """Rows whose requests were cancelled or evicted, or left the frame."""
+    waits_for: int | None = None
+    """Number of experts that are read first; None if the frame can run. A waiting frame is not
+    offered to policies."""
 
     def alive(self, rows: Iterable[Row], requests: Mapping[RequestId, Of]) -> list[tuple[Of, Row]]:
         """Return those of the given rows that are not dead, each as a pair (request, row)."""

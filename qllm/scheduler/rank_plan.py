@@ -146,7 +146,8 @@ class _Shaper:
         return [
             (x.request.last_progress_ns + left_ns, x)
             for x in (*self.ranking.admitted, *self.ranking.swapped.values())
-            if (x.tier > best or x.request.priority > Priority.LS) and not x.request.is_idle
+            if (x.tier > best or x.request.priority > Priority.LS)
+            and not (x.request.is_idle or x.request.lacks_experts)
         ]
 
     def next_due_ns(self, running: set[RequestId]) -> int | None:

@@ -65,6 +65,9 @@ class Request:
     """The parked frame that contains the request's row; None without a row."""
     is_draft_parked: bool = False
     """True if the row that is part-way is a draft row in a parked frame."""
+    experts_since_ns: int | None = None
+    """Time up to which the wait of the request's frame for experts is counted; None if the frame,
+    or the last frame, did not wait."""
     served_ns: int = 0
     """Total time of runs with a row of this request."""
     last_progress_ns: int = 0
@@ -153,9 +156,14 @@ class Request:
         return self.is_open and (is_done or self.gave_way)
 
     @property
+    def lacks_experts(self) -> bool:
+        """True if the request's parked frame waits for experts."""
+        return self.frame_id is not None and self.experts_since_ns is not None
+
+    @property
     def is_hidden(self) -> bool:
         """True if the scheduler does not plan the request now."""
-        return self.is_paused or self.is_idle
+        return self.is_paused or self.is_idle or self.lacks_experts
 
     @property
     def deadline_ns(self) -> int | None:
@@ -204,7 +212,21 @@ class Request:
     def park(self, frame_id: FrameId, frontier: Frontier, *, is_draft: bool = False) -> None:
         """Record that the request's row stopped at a boundary and stays in the frame."""
         self.frame_id, self.is_draft_parked = frame_id, is_draft
-        self.frontier = frontier
+        self.frontier, self.experts_since_ns = frontier, None
+
+    def count_wait(self, now_ns: int, *, is_own: bool) -> None:
+        """Count the wait for experts until now.
+
+        Args:
+            now_ns: The engine's clock.
+            is_own: True if the request's own experts are being read. Such a wait is no stall.
+        """
+        assert self.experts_since_ns is not None
+        if is_own:
+            # move both times, so that "has run since the request got KV" does not change
+            self.last_progress_ns += now_ns - self.experts_since_ns
+            self.admitted_ns += now_ns - self.experts_since_ns
+        self.experts_since_ns = now_ns
 
     def leave_frame(self, frontier: Frontier) -> None:
         """Record that the request's row left its frame between layers. Hidden states stay.
@@ -273,7 +295,7 @@ class Request:
 
         The request gets no blocks for further drafts when it comes back, so it drafts no more.
         """
-        self.frame_id = None
+        self.frame_id = self.experts_since_ns = None
         if self.frontier is None:
             self._drop_row()
         self.end_drafting()

@@ -95,9 +95,8 @@ def broken_rule(
     get = requests.get
     for row in plan.rows:
         request = get(row[0])
-        if request is None or request.is_paused:
-            what = "not live" if request is None else "paused"
-            return f"planned request {row.request_id}, which is {what}"
+        if request is None or request.is_paused or request.lacks_experts:
+            return f"planned request {row.request_id}, which is {_why_not(request)}"
         wrong = _broken_row(row, request, num_layers)
         if wrong is not None:
             return wrong
@@ -114,6 +113,13 @@ def broken_rule(
                 f"{sorted(live - planned)}: a frame is resumed or replaced whole (I10)"
             )
     return _broken_budget(plan, requests, view)
+
+
+def _why_not(request: Request | None) -> str:
+    """Return why a request cannot be planned, as the end of a sentence."""
+    if request is None:
+        return "not live"
+    return "paused" if request.is_paused else "in a frame that waits for experts"
 
 
 def _broken_swap(

@@ -243,6 +243,11 @@ class Scheduler:
         self._next_frame_id += 1
         return self._next_frame_id
 
+    @property
+    def has_waits(self) -> bool:
+        """True if a parked frame waits for experts."""
+        return any([parked.waits_for is not None for parked in self.frames.values()])
+
     # -- the decision
 
     def view(self, now_ns: int) -> View:
@@ -275,7 +280,7 @@ class Scheduler:
         pays = plan is turn
         plan = plan if pays else self.be_share.cut(plan, view)
         if plan.is_empty:
-            if plan.wait_until_ns is None:
+            if plan.wait_until_ns is None and not self.has_waits:
                 raise self._broken(
                     f"returned an empty plan with {len(view.requests)} requests waiting and no "
                     "wait_until_ns (I8)"
@@ -322,7 +327,12 @@ class Scheduler:
         elif self._ranking is not None:
             self._ranking.forget(request.request_id)
 
-    def _wait(self, until_ns: int, now_ns: int) -> Decision:
+    def _wait(self, until_ns: int | None, now_ns: int) -> Decision:
+        """Return a decision to wait. Without a time, the engine waits until experts are read."""
+        if self.has_waits:
+            self._patience.renew()
+            return Decision(effects=self._take_owed(), wait_until_ns=until_ns)
+        until_ns = now_ns if until_ns is None else until_ns
         wait_until_ns = self._patience.until_ns(until_ns, now_ns)
         if wait_until_ns is None:
             waiting, idle_s = len(self.requests), MAX_IDLE_NS / NS_PER_S
@@ -375,7 +385,7 @@ class Scheduler:
     def _no_kv(self, plan: Plan, stuck: Request) -> None:
         if stuck.is_admitted:
             self._owed += self.evict(stuck.request_id, stuck.request_id, Evict.SWAP)
-        elif plan.wait_until_ns is None:
+        elif plan.wait_until_ns is None and not self.has_waits:
             raise self._broken(
                 f"planned request {stuck.request_id}, for which there is no KV: "
                 f"{self.pool.num_free} blocks are free"
@@ -397,8 +407,7 @@ class Scheduler:
 
     def _start(self, plan: Plan, rows: Sequence[Row], now_ns: int) -> Decision:
         if not rows:
-            until_ns = now_ns if self._owed else plan.wait_until_ns
-            return self._wait(now_ns if until_ns is None else until_ns, now_ns)
+            return self._wait(now_ns if self._owed else plan.wait_until_ns, now_ns)
         touched = self._touched(rows)
         if len(touched) == 1:
             parked = self.frames[touched[0]]
@@ -430,20 +439,59 @@ class Scheduler:
         )
 
     def _resume(self, plan: Plan, parked: Parked) -> Decision:
-        program = replace(parked.program, grain=plan.grain, stop_below=plan.stop_below)
-        parked.program = program
-        self.running = self.frames.pop(program.frame_id)
-        for row in program.rows:
-            request = self.requests.get(row.request_id)
-            if request is not None and request.frame_id == program.frame_id:
-                request.frame_id = None
+        parked.program = replace(parked.program, grain=plan.grain, stop_below=plan.stop_below)
+        self._unpark(parked)
         return Decision(
             effects=self._take_owed(),
-            program=program,
+            program=parked.program,
             start=parked.index,
             slice_ns=plan.slice_ns,
             resumed=True,
         )
+
+    def _unpark(self, parked: Parked) -> None:
+        """Make a parked frame the running frame."""
+        frame_id = parked.program.frame_id
+        self.running = self.frames.pop(frame_id)
+        for row in parked.program.rows:
+            request = self.requests.get(row.request_id)
+            if request is not None and request.frame_id == frame_id:
+                request.frame_id = None
+
+    # -- frames that wait for experts
+
+    def held_up(self, end: Index, start_ns: int, end_ns: int, waits_for: int) -> None:
+        """Park the frame of the running program, which cannot go on before experts are read.
+
+        Args:
+            end: Boundary where the program stopped; where it started if nothing ran.
+            start_ns: Time when the program began to run.
+            end_ns: Time when the program stopped.
+            waits_for: Number of experts.
+        """
+        parked, self.running = self._take_running(), None
+        if end != parked.index:
+            self._progress(parked, end, start_ns, end_ns)
+        parked.waits_for = waits_for
+        self._park(parked, end, start_ns, end_ns)
+        for request, _ in parked.alive(parked.program.rows, self.requests):
+            request.experts_since_ns = end_ns
+
+    def count_wait(self, parked: Parked, now_ns: int, *, is_own: bool) -> None:
+        """Count the wait of a frame until now. See `Request.count_wait`."""
+        for request, _ in parked.alive(parked.program.rows, self.requests):
+            request.count_wait(now_ns, is_own=is_own)
+
+    def end_wait(self, parked: Parked) -> None:
+        """Offer a frame to policies again."""
+        parked.waits_for = None
+        for request, _ in parked.alive(parked.program.rows, self.requests):
+            request.experts_since_ns = None
+
+    def take_up(self, parked: Parked) -> None:
+        """Make a frame whose experts cannot be read the running frame, which has failed."""
+        self.end_wait(parked)
+        self._unpark(parked)
 
     # -- results of a run
 
@@ -516,6 +564,12 @@ class Scheduler:
         )
         self.num_spared += parked.alarm_ns == end_ns
         self._progress(parked, end, start_ns, end_ns)
+        for request, _ in parked.alive(parked.program.rows, self.requests):
+            request.preemptions += preempted
+        self._park(parked, end, start_ns, end_ns)
+        return preempted
+
+    def _park(self, parked: Parked, end: Index, start_ns: int, end_ns: int) -> None:
         parked.index = end
         parked.parked_ns = end_ns
         program = parked.program
@@ -526,11 +580,9 @@ class Scheduler:
             layer = program.frontier_layer(r, end)
             front = Frontier(row.lo, row.hi, layer)
             request.park(program.frame_id, front, is_draft=r in program.exits)
-            request.preemptions += preempted
         self.frames[program.frame_id] = parked
         report = StepReport(start_ns, end_ns, program.rows, False, ())
         self._hook("on_step_done", end_ns, report)
-        return preempted
 
     def failed(self) -> tuple[list[Effect], list[Request]]:
         """Drop the frame of the running program, which raised, and rerun its requests one by one.

@@ -1,5 +1,7 @@
 """Engines over a model whose experts are in a file: the tokens of an engine with all in memory."""
 
+import errno
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -7,12 +9,17 @@ from typing import Any
 import pytest
 
 from qllm import QLLMEngine, SamplingParams
+from qllm.config import EngineConfig
 from qllm.engine.storage.identity import weights_digest
 from qllm.errors import ConfigError, RequestFailedError
 from qllm.frontend.handle import Handle
 from qllm.kernels import cpu
 from qllm.models.loader import load
 from qllm.models.weights.quantised_linears import weight_bytes
+from qllm.sim.calibrate import calibrate
+from qllm.sim.presets import preset
+from qllm.sim.run import SimulatedEngine
+from qllm_policies.fcfs import Fcfs
 from tests.support.experts_in_file import loaded, saved
 from tests.support.families import VOCAB
 
@@ -94,10 +101,128 @@ def test_a_damaged_expert_ends_its_requests_and_no_others(tmp_path: Path) -> Non
         assert again == wanted
 
 
-def test_the_start_up_check_is_refused(tmp_path: Path) -> None:
-    model, file = loaded(saved(tmp_path))
-    with pytest.raises(ConfigError, match=rf"they are in {file.path}; set conformance=False"):
-        QLLMEngine.from_model(model, **SETTINGS | {"conformance": True})
+def test_the_start_up_check_says_what_it_does_not_compare(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, file = loaded(saved(tmp_path, "qwen3_moe"))
+    with QLLMEngine.from_model(model, **SETTINGS | {"conformance": True}):
+        pass
+    assert f"not with model.forward, because the experts are in {file.path}" in caplog.text
+
+
+# -- settings
+
+
+def from_folder(folder: Path, experts: Path, **more: Any) -> QLLMEngine:
+    how = {"run_in": "thread", "dtype": "bfloat16", "expert_dir": experts} | SETTINGS | more
+    return QLLMEngine.from_pretrained(str(folder), **how)
+
+
+def sizes_of(folder: Path) -> tuple[int, int]:
+    """Bytes of the largest expert, and of all."""
+    file = loaded(folder)[1]
+    return max(layer.expert_bytes for layer in file.layers), file.num_bytes
+
+
+def test_settings_put_experts_into_a_folder(tmp_path: Path) -> None:
+    folder, experts = saved(tmp_path / "model", "qwen3_moe"), tmp_path / "new" / "experts"
+    slot, total = sizes_of(folder)
+    with QLLMEngine.from_model(load(folder, dtype="bfloat16").model, **SETTINGS) as engine:
+        wanted = [handle.result(300).token_ids for handle in submit_all(engine)]
+    for run_in, size in (("thread", f"{9 * slot / 1024:g}KiB"), ("process", 10 * slot)):
+        with from_folder(folder, experts, max_expert_bytes=size, run_in=run_in) as engine:
+            handles = [
+                engine.submit(
+                    prompt_of(5 + 4 * i, i), "LS" if i % 3 == 0 else "BE", 6, sampling=GREEDY
+                )
+                for i in range(9)
+            ]
+            assert [handle.result(300).token_ids for handle in handles] == wanted
+            stats = engine.stats()["experts"]
+            assert stats["slots"] == (9 if run_in == "thread" else 10)
+            assert stats["LS"]["loads"] > 0
+    names = [path.name for path in experts.iterdir() if path.suffix != ".lock"]
+    assert len(names) == 1, "the second engine reads the file of the first"
+    assert names[0].endswith(".experts")
+    assert experts.stat().st_mode & 0o777 == 0o700
+    with from_folder(folder, tmp_path / "none", max_expert_bytes=total) as engine:
+        assert [handle.result(300).token_ids for handle in submit_all(engine)] == wanted
+        assert engine.stats()["experts"] == {}
+    assert not (tmp_path / "none").exists(), "all experts fit, so there is no file"
+
+
+def test_too_little_memory_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", "qwen3_moe")
+    slot, total = sizes_of(folder)
+    wanted = (
+        rf"max_expert_bytes={4 * slot - 1} has room for 3 experts, and a token uses 4 .* give at "
+        rf"least {4 * slot}, or {total} for all"
+    )
+    with pytest.raises(ConfigError, match=wanted):
+        from_folder(folder, tmp_path / "experts", max_expert_bytes=4 * slot - 1)
+    assert not (tmp_path / "experts").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", "qwen3_moe")
+    slot, _ = sizes_of(folder)
+    (tmp_path / "file").write_text("")
+    wanted = r"the file of experts '.*\.experts' cannot be used .* in a folder that exists"
+    with pytest.raises(ConfigError, match=wanted):
+        from_folder(folder, tmp_path / "file" / "inside", max_expert_bytes=9 * slot)
+
+
+def test_a_full_disk_is_named_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = saved(tmp_path / "model", "qwen3_moe")
+    slot, _ = sizes_of(folder)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ConfigError, match=r"No space left .* they take \d+ bytes, and \d+ bytes"):
+        from_folder(folder, tmp_path / "experts", max_expert_bytes=9 * slot)
+    assert [p.suffix for p in (tmp_path / "experts").iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({"max_expert_bytes": 0, "expert_dir": "x"}, "max_expert_bytes=0 must be .* in \\[1, "),
+        ({"max_expert_bytes": -5, "expert_dir": "x"}, "max_expert_bytes=-5 must be"),
+        ({"max_expert_bytes": True, "expert_dir": "x"}, "max_expert_bytes=True must be"),
+        ({"max_expert_bytes": "many", "expert_dir": "x"}, "max_expert_bytes='many' must be"),
+        ({"max_expert_bytes": "1GiB"}, "max_expert_bytes=1073741824 needs expert_dir, too"),
+        ({"expert_dir": "x"}, "expert_dir='x' needs max_expert_bytes, too"),
+        ({"max_expert_bytes": "1GiB", "expert_dir": ""}, "expert_dir='' must be None or the path"),
+        (
+            {"max_expert_bytes": 9, "expert_dir": "x", "loop": "conditional"},
+            "max_expert_bytes=9 needs loop='host'",
+        ),
+    ],
+)
+def test_wrong_settings_are_refused(settings: dict[str, Any], wanted: str) -> None:
+    with pytest.raises(ConfigError, match=wanted):
+        EngineConfig(**settings)
+
+
+def test_settings_that_need_a_load_or_a_cpu_are_refused(tmp_path: Path) -> None:
+    own = {"max_expert_bytes": 1 << 20, "expert_dir": "x"}
+    model = loaded(saved(tmp_path))[0]
+    with pytest.raises(ConfigError, match="is for a model that the engine loads; use from_pre"):
+        QLLMEngine.from_model(model, **SETTINGS, **own)
+    with pytest.raises(ConfigError, match="max_expert_bytes=1048576 is for the CPU"):
+        EngineConfig(**own).check_place("process", "cuda")
+    wanted = "max_expert_bytes=1048576: a .* has all experts in memory; leave it"
+    with pytest.raises(ConfigError, match=wanted):
+        calibrate("1m", config=EngineConfig(**own))
+    with pytest.raises(ConfigError, match=wanted):
+        SimulatedEngine(Fcfs(), preset("h100", "qwen3-moe"), EngineConfig(**own))
+
+
+# -- digests
 
 
 def test_files_of_other_experts_have_other_digests(tmp_path: Path) -> None:

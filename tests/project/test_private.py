@@ -38,6 +38,7 @@ PUBLIC = {
     "qllm/measure/profile_figure.py": "a figure",
     "qllm/measure/random_moe.py": "a model",
     "qllm/models/weights/dense.py": "a model",
+    "qllm/models/weights/experts_in_file.py": "a folder for experts of models, for its owner alone",
     "qllm/upcycle/router_training.py": "a model",
     "qllm/upcycle/train.py": "a model",
     "qllm/sim/costs.py": "costs of a machine",

@@ -216,7 +216,8 @@ def test_an_expert_that_cannot_be_read_is_an_error_of_its_own(
 @pytest.mark.parametrize("num_bytes", [1, SLOT, 2 * SLOT - 1])
 def test_a_budget_without_room_for_one_token_is_refused(file: ExpertFile, num_bytes: int) -> None:
     wanted = (
-        rf"max_bytes={num_bytes} has room for {num_bytes // SLOT} experts, and a token uses 2 .* "
+        rf"max_expert_bytes={num_bytes} has room for {num_bytes // SLOT} experts, and a token "
+        r"uses 2 .* "
         rf"give at least {2 * SLOT}, or {ALL} for all experts"
     )
     with pytest.raises(ConfigError, match=wanted):

@@ -18,6 +18,7 @@ from qllm.kernels import cpu
 from qllm.models.loader import load
 from qllm.models.weights.checkpoint import Shards
 from qllm.models.weights.on_demand import all_on_demand
+from qllm.models.weights.quantised_experts import quantised_in
 from qllm.models.weights.quantised_linears import weight_bytes
 from qllm.runner.cpu import cpu_runner
 from qllm.sharded.runner import sharded_runner
@@ -105,6 +106,7 @@ def test_the_forward_of_the_model_reads_experts_and_frees_them(
             found.append(model(IDS).logits)
     assert torch.equal(*found)
     for path in all_on_demand(model):
+        assert quantised_in(model.get_submodule(path)) is None
         assert all(
             p.is_meta
             for n, p in model.named_parameters()

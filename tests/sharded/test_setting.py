@@ -233,7 +233,13 @@ def test_a_deadline_that_is_no_time_is_refused(seconds: Any) -> None:
         EngineConfig(rank_deadline_s=seconds)
 
 
-OTHERS = {"kernels": "reference", "kv_dir": "/kv", "handover_gib": 1.0, "role": "prefill"}
+OTHERS = {
+    "kernels": "reference",
+    "kv_dir": "/kv",
+    "handover_gib": 1.0,
+    "role": "prefill",
+    "max_expert_bytes": 1 << 30,
+}
 
 
 def test_every_setting_that_ranks_do_not_support_has_a_case() -> None:
@@ -242,9 +248,10 @@ def test_every_setting_that_ranks_do_not_support_has_a_case() -> None:
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_settings_that_ranks_do_not_support_are_refused_by_name(name: str) -> None:
-    EngineConfig(**{name: OTHERS[name]})
+    more = {"expert_dir": "/experts"} if name == "max_expert_bytes" else {}
+    EngineConfig(**{name: OTHERS[name]}, **more)
     with pytest.raises(ConfigError, match=rf"^{name}=.* needs tp=1, and tp=2: .*; leave {name} at"):
-        EngineConfig(tp=2, **{name: OTHERS[name]})
+        EngineConfig(tp=2, **{name: OTHERS[name]}, **more)
 
 
 def test_a_loop_or_a_model_on_a_gpu_is_refused() -> None:

@@ -76,16 +76,20 @@ class Storm:
         self.handles.append((handle, priority))
         self.specs[handle.number] = spec
 
+    def disturb(self) -> None:
+        """What else happens at a disturbance."""
+
     def run(self) -> list[Result]:
         self.rng = random.Random(self.seed)
         engine, count, due = self.engine, 0, self.rng.randrange(1, self.every)
 
-        def disturb(*_: object) -> None:
+        def look(*_: object) -> None:
             nonlocal count, due
             count += 1
             if count < due:
                 return
             due = count + self.rng.randrange(1, 2 * self.every)
+            self.disturb()
             if self.num_ls and self.rng.random() < 0.7:
                 self.num_ls -= 1
                 self.submit("LS")
@@ -96,7 +100,7 @@ class Storm:
                     self.rng.choice(live).cancel()
 
         engine.call(lambda: [self.submit("BE") for _ in range(self.num_be)])
-        runner_of(engine).on_segment = disturb
+        runner_of(engine).on_segment = look
         results = [h.result(300) for h, _ in self.handles]
         while len(results) < len(self.handles):
             results = [h.result(300) for h, _ in self.handles]

@@ -17,6 +17,7 @@ from qllm.engine.storage.file import KvFile, Layout, Lock, num_slots_in, open_fi
 from qllm.engine.storage.identity import layout_of, software
 from qllm.engine.storage.mover import CLOSE_S, Mover
 from qllm.engine.storage.pages import STATES_IN_FILE, KvPages, num_states, why_not
+from qllm.engine.storage.reads import DiskOrder
 from qllm.errors import ConfigError, QllmError
 from qllm.ingress import LOOK
 from qllm.private import make_private_folder
@@ -39,6 +40,7 @@ class KeptPages:
         ingress: Transport to wake once an LS request has its pages.
         now_ns: The engine's clock.
         costs: Costs of computing KV. The costs of the file are added.
+        order: Order of the threads that use the disk.
     """
 
     def __init__(
@@ -49,9 +51,11 @@ class KeptPages:
         ingress: Inbox,
         now_ns: Callable[[], int],
         costs: StepCosts,
+        order: DiskOrder,
     ) -> None:
         self._config, self._runner, self._now_ns = config, runner, now_ns
         self._weights, self._ingress, self._costs = weights, ingress, costs
+        self._order = order
         self._lock: Lock | None = None
         self._file: KvFile | None = None
         self.mover: Mover | None = None
@@ -135,7 +139,7 @@ class KeptPages:
             kept = StoredPage(entry.slot, entry.checksum)
             index.add(entry.name, kept, priority, used_ns, entry.tag, max(0, until_ns))
         free = sorted(set(range(num_slots)) - {entry.slot for entry in entries}, reverse=True)
-        self.mover = Mover(self._file, self._wake, self._now_ns)
+        self.mover = Mover(self._file, self._wake, self._now_ns, self._order)
         size = layout.num_bytes
         self._tier = FileTier(self.mover, index, free, size, page_size, self._costs)
 

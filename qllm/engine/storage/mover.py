@@ -4,6 +4,8 @@ While LS requests exist, each direction takes a small share of a core (`GENTLE_S
 rests after every page. Loads for LS requests never rest.
 
     loads for LS --> other loads, with rests --> stores, with rests; stores run while loads rest
+
+Stores also wait for experts that are read from the same disk (`qllm.engine.storage.reads`).
 """
 
 import logging
@@ -16,6 +18,7 @@ from typing import Any
 from qllm.engine.kv.tier import GENTLE_SHARE, PageLoad, StoredPage, Write, Written
 from qllm.engine.storage.file import KvFile
 from qllm.engine.storage.own_threads import set_own_torch_threads
+from qllm.engine.storage.reads import DiskOrder
 from qllm.scheduler.prefix import Name
 from qllm.types import NS_PER_S
 
@@ -36,12 +39,20 @@ class Mover:
         file: The file, which `close` closes.
         wake: Function called from the reading thread when all pages of an LS request are read.
         now_ns: The engine's clock.
+        order: Order of the threads that use the disk; None if there are no others.
     """
 
-    def __init__(self, file: KvFile, wake: Callable[[], None], now_ns: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        file: KvFile,
+        wake: Callable[[], None],
+        now_ns: Callable[[], int],
+        order: DiskOrder | None = None,
+    ) -> None:
         self.failure: str | None = None
         self._file, self._wake, self._now_ns = file, wake, now_ns
-        self._lock = threading.Condition()
+        self._order = order or DiskOrder()
+        self._lock = self._order.lock
         self._reads: tuple[deque[PageLoad], ...] = (deque(), deque())
         """Loads for LS requests, and loads for other requests."""
         self._is_resting = False
@@ -214,8 +225,10 @@ class Mover:
 
     def _may_write(self) -> bool:
         """Return True if the writing thread may write: no reads wait, or the reader rests."""
+        if self._closing or self._in_haste:
+            return True
         is_free = self._is_resting and not self._reads[0]
-        return self._closing or self._in_haste or is_free or not any(self._reads)
+        return not self._order.num_reads and (is_free or not any(self._reads))
 
     def _write_one(self, job: Write | tuple[int, ...]) -> None:
         if not isinstance(job, Write):

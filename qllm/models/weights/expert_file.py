@@ -318,6 +318,26 @@ class InFile(NamedTuple):
         return repr((self.layer.formats, self.layer.checksums))
 
 
+def refuse_too_few(max_bytes: int, slot_bytes: int, top_k: int, total: int) -> None:
+    """Refuse memory that has no room for the experts of one token in one layer.
+
+    Args:
+        max_bytes: Most bytes of experts in memory.
+        slot_bytes: Bytes of the largest expert.
+        top_k: Experts per token.
+        total: Bytes of all experts.
+
+    Raises:
+        ConfigError: There is no room.
+    """
+    if (num := max_bytes // slot_bytes) < top_k:
+        raise ConfigError(
+            f"max_expert_bytes={max_bytes} has room for {num} experts, and a token uses {top_k} "
+            f"experts of a layer, of {slot_bytes} bytes each; give at least {top_k * slot_bytes}, "
+            f"or {total} for all experts"
+        )
+
+
 def leave_in_file(module: Any, place: InFile) -> None:
     """Mark a module of experts whose weights are in a file. Its forward raises a ModelError."""
     setattr(module, IN_FILE, place)

@@ -50,7 +50,7 @@ class ExpertsApart(ABC):
         self._expert_weights = expert_weights
 
     def take(self, skeleton: PreTrainedModel, checkpoint: Checkpoint) -> Checkpoint:
-        """Take the experts, and return the checkpoint without them.
+        """Take the experts, and return the checkpoint without them, or all of it if they stay.
 
         Raises:
             ConfigError: The experts cannot be there.
@@ -66,7 +66,9 @@ class ExpertsApart(ABC):
             for path, module in skeleton.named_modules()
             if path in names
         ]
-        self._prepare()
+        if not self._prepare():
+            self._sources = []
+            return checkpoint
         plain, quantised = checkpoint.plain.items(), checkpoint.quantised.items()
         return checkpoint._replace(
             plain={name: read for name, read in plain if name not in places},
@@ -87,8 +89,8 @@ class ExpertsApart(ABC):
         return list(filter(None, found))
 
     @abstractmethod
-    def _prepare(self) -> None:
-        """Do what must be done with all sources before the model is made."""
+    def _prepare(self) -> bool:
+        """Prepare all sources before the model is made; return False if experts stay in it."""
 
     @abstractmethod
     def _leave(self, module: nn.Module, number: int) -> str:

@@ -20,13 +20,14 @@ from queue import SimpleQueue
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from qllm.block_file import FileLock
 from qllm.errors import ConfigError, ModelError
 from qllm.kernels import cpu
 from qllm.kernels.cpu.experts import BF16, Experts, Formats
 from qllm.kernels.quantised import Quantised
-from qllm.models.weights.checkpoint import naming
+from qllm.models.weights.checkpoint import Checkpoint, naming
 from qllm.models.weights.expert_file import (
     CodeFormat,
     ExpertFile,
@@ -36,6 +37,7 @@ from qllm.models.weights.expert_file import (
     file_bytes,
     leave_in_file,
     parts_of,
+    refuse_too_few,
     room_for,
     written,
 )
@@ -89,8 +91,10 @@ class ExpertsInFile(ExpertsApart):
             "kernels": cpu.kind(),
         }
 
-    def _prepare(self) -> None:
+    def _prepare(self) -> bool:
         cpu.set_threads(torch.get_num_threads())
+        if self._all_fit():
+            return False
         with self._naming():
             self._file = self._opened() or self._written()
         found = [(one.name, one.num_experts, one.width, one.hidden) for one in self._file.layers]
@@ -99,12 +103,17 @@ class ExpertsInFile(ExpertsApart):
                 f"the experts in {str(self._path)!r} cannot be used: they have other layers or "
                 "shapes than the model; delete the file"
             )
+        return True
 
     def _leave(self, module: nn.Module, number: int) -> str:
         leave_in_file(module, InFile(self.file, number, self._max_bytes))
         return f"{_kind_of(self.file.layers[number])} in a file"
 
     # -- the file
+
+    def _all_fit(self) -> bool:
+        """Return True if no file is needed, because `max_bytes` has room for all experts."""
+        return False
 
     def _opened(self) -> ExpertFile | None:
         is_there = self._path.exists() or self._path.is_symlink()
@@ -126,8 +135,7 @@ class ExpertsInFile(ExpertsApart):
         return ExpertFile(self._path, self._says)
 
     def _write(self) -> None:
-        group = INT8_GROUPS.get(self._expert_weights)
-        plans = [_Plan(source, group, source.formats()) for source in self._sources]
+        plans = self._plans()
         num_readers = self._num_readers(plans)
         with (
             self._room(plans),
@@ -137,12 +145,16 @@ class ExpertsInFile(ExpertsApart):
             for plan in plans:
                 plan.write(writer, pool, num_readers)
 
+    def _plans(self) -> list["_Plan"]:
+        group = INT8_GROUPS.get(self._expert_weights)
+        return [_Plan(source, group, source.formats()) for source in self._sources]
+
     def _num_readers(self, plans: Sequence["_Plan"]) -> int:
         most = max(plan.working_bytes for plan in plans)
         if most > self._max_bytes:
             raise ConfigError(
-                f"max_bytes={self._max_bytes} has no room for an expert, which takes {most} bytes "
-                f"while it is packed; give at least {most}"
+                f"max_expert_bytes={self._max_bytes} has no room for an expert, which takes {most} "
+                f"bytes while it is packed; give at least {most}"
             )
         return min(READERS, self._max_bytes // most)
 
@@ -170,6 +182,47 @@ class ExpertsInFile(ExpertsApart):
                 f"the file of experts {str(self._path)!r} cannot be used ({error}); give a file in "
                 "a folder that exists and may be written"
             ) from error
+
+
+class ExpertsInFolder(ExpertsInFile):
+    """The place of a model's experts: a file in a folder, which has a name of its own there.
+
+    Args:
+        folder: The folder, which is made if it is missing.
+        max_bytes: Most bytes of experts in memory. If all experts fit, there is no file.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        super().__init__(folder, max_bytes)
+        self._folder = folder
+
+    def identify(self, files: Sequence[Path], method: Method | None, expert_weights: str) -> None:
+        """See `ExpertsInFile.identify`. It decides the name of the file."""
+        super().identify(files, method, expert_weights)
+        text = json.dumps(self._says, sort_keys=True)
+        self._path = self._folder / f"{blake2b(text.encode(), digest_size=8).hexdigest()}.experts"
+
+    def take(self, skeleton: PreTrainedModel, checkpoint: Checkpoint) -> Checkpoint:
+        """See `ExpertsInFile.take`.
+
+        Raises:
+            ConfigError: `max_bytes` has no room for the experts of one token. Nothing is written
+                then.
+        """
+        config = skeleton.config.get_text_config(decoder=True)
+        self._top_k = getattr(config, "num_experts_per_tok", None) or 1
+        return super().take(skeleton, checkpoint)
+
+    def _all_fit(self) -> bool:
+        layers = [plan.layer for plan in self._plans()]
+        total = sum(layer.num_bytes for layer in layers)
+        if self._max_bytes >= total:
+            return True
+        largest = max(layer.expert_bytes for layer in layers)
+        refuse_too_few(self._max_bytes, largest, self._top_k, total)
+        with self._naming():
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return False
 
 
 def digest_of(files: Sequence[Path]) -> str:

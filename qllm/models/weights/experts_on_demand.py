@@ -11,8 +11,9 @@ class ExpertsOnDemand(ExpertsApart):
 
     where, advice, is_needed = "read by ranks", "use tp=1", False
 
-    def _prepare(self) -> None:
-        """Do nothing: experts are read after the load."""
+    def _prepare(self) -> bool:
+        """Return True: experts are read after the load."""
+        return True
 
     def _leave(self, module: nn.Module, number: int) -> str:
         made = OnDemand(module, self._sources[number], self._expert_weights)

@@ -233,7 +233,7 @@ class OnDemand:
                 own = weights.get(name) or Weights(self.num_experts, weight)
                 own.take(expert, [[weight]])
                 weights[name] = own
-        kept, forward = dict(module._parameters), module.forward
+        forward = module.forward
         held = QuantisedExperts(weights)
         held.activations = self.activations
         held.enter(module)
@@ -242,7 +242,6 @@ class OnDemand:
         finally:
             held.leave()
             module.forward = forward
-            module._parameters.update(kept)
 
 
 def leave_for_ranks(module: Any, weights: OnDemand) -> None:

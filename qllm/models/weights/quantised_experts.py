@@ -58,7 +58,7 @@ class QuantisedExperts:
         setattr(module, ATTRIBUTE, self)
 
     def leave(self) -> None:
-        """Leave the module, whose parameters and forward the caller restores."""
+        """Leave the module with parameters on meta. The caller restores its forward."""
         delattr(self._module, ATTRIBUTE)
 
     @property

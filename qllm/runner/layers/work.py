@@ -21,7 +21,7 @@ from torch import Tensor
 
 from qllm.errors import InvariantError
 from qllm.runner.cuts import CutCosts
-from qllm.runner.residency import LayerResidency
+from qllm.runner.residency import LayerResidency, Missing
 
 
 class Unit(NamedTuple):
@@ -106,22 +106,37 @@ class Work:
         self.flat = array("q", [value for unit in units for value in unit])
         """Units as integers, for kernels that read them from an address."""
 
-    @contextmanager
-    def in_memory(self, start: int) -> Iterator[None]:
-        """Hold the experts of the next range in memory inside the `with` block.
+    def missing(self, start: int) -> Missing | None:
+        """Return the experts without which unit `start` cannot run; None if it can.
 
-        From unit `start` on, units of present experts move to the front. If there are none, absent
-        experts are read, in the order of the units, as many as fit.
+        From unit `start` on, units of present experts move to the front.
         """
         if self.residency is None:
-            yield
-            return
+            return None
         rest = self.units[start:]
         here = [unit for unit in rest if self.residency.has(unit.expert)]
         gone = [unit for unit in rest if not self.residency.has(unit.expert)]
         if gone and here:
             self._order([*self.units[:start], *here, *gone])
-        with self.residency.pinned(unit.expert for unit in here or gone):
+        if here:
+            return None
+        experts = tuple(dict.fromkeys(unit.expert for unit in gone))
+        return Missing(self.residency, experts, is_range=False)
+
+    @contextmanager
+    def in_memory(self, start: int, missing: Missing | None) -> Iterator[None]:
+        """Hold the experts of the next range in memory inside the `with` block.
+
+        Args:
+            start: First unit of the range.
+            missing: Absent experts, which are read first, as many as fit; see `missing`.
+        """
+        if self.residency is None:
+            yield
+            return
+        has = self.residency.has
+        present = [unit.expert for unit in self.units[start:] if has(unit.expert)]
+        with self.residency.pinned(present) if missing is None else missing.in_memory():
             yield
 
     def rows(self, start: int, stop: int) -> int:

@@ -67,6 +67,19 @@ def _fleet_observer(front: Front) -> Callable[[], None]:
     return FleetMetrics(front.metrics, front.model_name, fleet).observe
 
 
+async def _refuse_unreadable(front: Front) -> None:
+    """Raise if the experts of a file cannot be read.
+
+    Raises:
+        ApiError: The last reads failed.
+    """
+    if front.engine.fleet is not None or front.engine.config.max_expert_bytes is None:
+        return
+    stats = await asyncio.to_thread(front.engine.stats)
+    if failure := stats["experts"].get("failure"):
+        raise ApiError(503, f"experts cannot be read: {failure}", code="experts_unreadable")
+
+
 def routes(front: Front) -> APIRouter:
     """Return the routes for monitoring."""
     router = APIRouter(tags=["probes"])
@@ -89,6 +102,7 @@ def routes(front: Front) -> APIRouter:
             raise ApiError(503, "the server is shutting down", code="draining")
         if (error := front.unavailable()) is not None:
             raise error
+        await _refuse_unreadable(front)
         return {"status": "ok"}
 
     for path, probe in (("/health", health), ("/ready", ready)):

@@ -189,7 +189,9 @@ def test_no_more_experts_are_in_memory_than_max_bytes_allow(
     saved(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("a file is begun"))
-        with pytest.raises(ConfigError, match=r"max_bytes=1 has no room .* give at least") as no:
+        with pytest.raises(
+            ConfigError, match=r"max_expert_bytes=1 has no room .* give at least"
+        ) as no:
             loaded(tmp_path, max_bytes=1)
     one = int(str(no.value).rsplit(" ", 1)[1])
     assert one == next(iter(plans_of(tmp_path))).working_bytes
