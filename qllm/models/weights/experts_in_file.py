@@ -66,7 +66,7 @@ class ExpertsInFile(ExpertsApart):
             format, one parameter of the layer is read whole.
     """
 
-    where, advice = "in a file", "load without a file"
+    where, advice = "in a file", "load without a file of experts"
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         super().__init__()

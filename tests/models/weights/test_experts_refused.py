@@ -18,7 +18,7 @@ from qllm import block_file
 from qllm.cuda.backend import cuda_runner
 from qllm.errors import ConfigError, ModelError
 from qllm.kernels import cpu
-from qllm.models.weights import checkpoint, experts_in_file
+from qllm.models.weights import checkpoint, experts_apart, experts_in_file
 from qllm.models.weights.expert_source import ExpertSource
 from qllm.models.weights.places import Place
 from tests.support import published
@@ -193,12 +193,12 @@ def test_experts_whose_places_are_not_known_are_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They would stay in memory."""
-    real = experts_in_file.places_of
+    real = experts_apart.places_of
 
     def places_of(*args: Any) -> dict[str, Place]:
         return {name: place for name, place in real(*args).items() if ".1." not in place.module}
 
-    monkeypatch.setattr(experts_in_file, "places_of", places_of)
+    monkeypatch.setattr(experts_apart, "places_of", places_of)
     said = r"experts of model\.layers\.1\.mlp\.experts .* cannot be read expert by expert"
     with pytest.raises(ConfigError, match=said):
         loaded(saved(tmp_path))
@@ -298,7 +298,7 @@ def test_code_of_the_checkpoint_is_refused(tmp_path: Path) -> None:
     )
     own = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}
     published.configure(tmp_path, model_type="own-of-a-test", auto_map=own)
-    with pytest.raises(ModelError, match="own modelling code; load it without a file of experts"):
+    with pytest.raises(ModelError, match="own modelling code; load without a file of experts"):
         loaded(tmp_path, trust_remote_code=True)
 
 
