@@ -5,7 +5,7 @@
     KV        bytes of a token's KV that a rank holds, over those of one process
 
 Windows alternate. Memory is that of engines in processes of their own, less that of an engine with
-a model of 1M weights. The model is the one of `bench.common`. The output is a table, then one JSON
+the model of this package. The model is the one of `bench.common`. The output is a table, then one JSON
 line.
 """
 
@@ -19,7 +19,6 @@ from bench.common import Table, load_model, machine, model_folder, paired, plain
 from bench.engine.mixed import GREEDY, Window, make_load, run_window
 from qllm import QLLMEngine
 from qllm.kernels import cpu
-from qllm.measure.random_moe import make_random_moe
 
 TP, SEED, RATE, SECONDS, WARMUP_S = 2, 1, 1.0, 20.0, 3.0
 LEAST_BE, MOST_TTFT, MOST_MEMORY, LEAST_KV = 0.9, 1.15, 0.55, 1.8
@@ -55,7 +54,7 @@ def status(pid: int, name: str) -> int:
     return int(line.split()[1]) << 10
 
 
-def memory_of(folder: Path, tp: int) -> tuple[list[int], list[int]]:
+def memory_of(folder: str | Path, tp: int) -> tuple[list[int], list[int]]:
     """Return the peak of each process of an engine, and the bytes of KV that it holds."""
     settings: dict[str, Any] = {"max_kv_tokens": 1 << 14, "prefix_cache": False}
     rng = np.random.default_rng(SEED)
@@ -86,9 +85,8 @@ def main() -> None:
     parser.add_argument("--out", type=result_file)
     args = parser.parse_args()
     table, rows, folder = Table(), dict[str, Any](), model_folder()
-    small = make_random_moe(size="1m")
     for name, tp in (("whole", 1), ("ranks", TP)):
-        (base, _), (peaks, held) = memory_of(small, tp), memory_of(folder, tp)
+        (base, _), (peaks, held) = memory_of("tiny", tp), memory_of(folder, tp)
         own = [peak - other for peak, other in zip(peaks, base, strict=True)]
         rows[f"{name} memory"] = {"peak_bytes": own, "kv_bytes": held}
     whole, ranks = rows["whole memory"], rows["ranks memory"]
