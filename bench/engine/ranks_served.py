@@ -5,11 +5,12 @@
     KV        bytes of a token's KV that a rank holds, over those of one process
 
 Windows alternate. Memory is that of engines in processes of their own, less that of an engine with
-the model of this package. The model is the one of `bench.common`. The output is a table, then one JSON
-line.
+the model of this package. The model is the one of `bench.common`. The output is a table, then one
+JSON line.
 """
 
 import argparse
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from qllm.kernels import cpu
 
 TP, SEED, RATE, SECONDS, WARMUP_S = 2, 1, 1.0, 20.0, 3.0
 LEAST_BE, MOST_TTFT, MOST_MEMORY, LEAST_KV = 0.9, 1.15, 0.55, 1.8
-TOKENS, REQUESTS = 1024, 4
+TOKENS, REQUESTS = 1024, 9
 
 
 def windows(folder: Path, rounds: int, seconds: float) -> dict[str, list[Window]]:
@@ -54,8 +55,8 @@ def status(pid: int, name: str) -> int:
     return int(line.split()[1]) << 10
 
 
-def memory_of(folder: str | Path, tp: int) -> tuple[list[int], list[int]]:
-    """Return the peak of each process of an engine, and the bytes of KV that it holds."""
+def memory_of(folder: str | Path, tp: int) -> tuple[list[int], list[float]]:
+    """Return the peak of each process of an engine, and the bytes of a token's KV in each."""
     settings: dict[str, Any] = {"max_kv_tokens": 1 << 14, "prefix_cache": False}
     rng = np.random.default_rng(SEED)
     with QLLMEngine.from_pretrained(
@@ -67,15 +68,18 @@ def memory_of(folder: str | Path, tp: int) -> tuple[list[int], list[int]]:
         prompts = [rng.integers(1, vocab, TOKENS).tolist() for _ in range(REQUESTS)]
         engine.submit(prompts[0][:64], "BE", 2, sampling=GREEDY).result(60)
         peaks = [status(pid, "VmHWM") for pid in pids]
-        kind = "RssShmem" if tp > 1 else "RssAnon"
-        before = [status(pid, kind) for pid in pids]
-        handles = [engine.submit(ids, "BE", TOKENS, sampling=GREEDY) for ids in prompts]
-        while not all(handle.token_ids for handle in handles):
-            pass
-        held = [status(pid, kind) - own for pid, own in zip(pids, before, strict=True)]
+        handles, seen = [], []
+        for some in (prompts[:1], prompts[1:]):  # the first also fills the buffers of a step
+            handles += [engine.submit(ids, "BE", TOKENS, sampling=GREEDY) for ids in some]
+            while not all(handle.token_ids for handle in handles):
+                time.sleep(0.01)
+            seen.append([status(pid, "RssShmem") for pid in pids])
         for handle in handles:
             handle.cancel()
-    return peaks, held
+        whole = stats["memory"]["kv_bytes"] // stats["memory"]["kv_tokens"]
+        num_tokens = TOKENS * (REQUESTS - 1)
+        held = [(two - one) / num_tokens for one, two in zip(*seen, strict=True)]
+    return peaks, held if tp > 1 else [whole]
 
 
 def main() -> None:
