@@ -69,7 +69,7 @@ ONLY_HOST_LOOP = {
 }
 """Settings that a loop on the device does not support, and the values they must have there."""
 NOT_ON_RANKS = {
-    "kernels": ("fast", "ranks add their parts in the order of our kernels"),
+    "kernels": ("fast", "ranks compute with our kernels only"),
     "kv_dir": (None, "no file of KV is written by several ranks yet"),
     "handover_gib": (0.0, "no KV is handed over by several ranks yet"),
     "role": ("both", "no KV is handed over by several ranks yet"),
@@ -90,7 +90,7 @@ class EngineConfig:
     """Finest boundary at which a pass may stop: "step", "layer" or "expert"."""
     depth: int | None = None
     """Number of layers to load, from the first: the others are not read, and KV gets their memory.
-    **This can change answers**: a cut model is another model, with less exact answers. None: all
+    **This can change answers**: a cut model is another model, with worse answers. None: all
     layers (docs/guides/depths.md)."""
     max_num_seqs: int = 32
     """Seats: most requests in one step."""
@@ -403,15 +403,17 @@ class EngineConfig:
                 "out"
             )
 
-    def refuse_expert_file(self, what: str) -> None:
-        """Refuse experts in a file.
+    def refuse_apart(self, what: str) -> None:
+        """Refuse experts in a file, and ranks.
 
         Args:
             what: Subject of the message: "a simulation".
 
         Raises:
-            ConfigError: `max_expert_bytes` is set.
+            ConfigError: `max_expert_bytes` is set, or `tp` is not 1.
         """
+        if self.tp > 1:
+            raise ConfigError(f"tp={self.tp}: {what} has the model in one process; leave tp out")
         if self.max_expert_bytes is not None:
             raise ConfigError(
                 f"max_expert_bytes={self.max_expert_bytes}: {what} has all experts in memory; "

@@ -3,7 +3,7 @@
 import ctypes
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -134,6 +134,19 @@ def held_bytes(pid: int | str = "self", processes: Path = Path("/proc")) -> Held
         return None
     own = found.get("RssAnon", 0) + found.get("RssShmem", 0)
     return Held(own * 1024, found.get("RssFile", 0) * 1024)
+
+
+def shared_out(pids: Iterable[int | str], processes: Path = Path("/proc")) -> Held | None:
+    """Return the memory that processes hold together; None if one is gone or Linux does not say.
+
+    Pages that several of them hold count once.
+    """
+    try:
+        each = [_numbers(processes / str(pid) / "smaps_rollup") for pid in pids]
+        own = sum(found["Pss_Anon"] + found["Pss_Shmem"] for found in each)
+        return Held(own * 1024, sum(found["Pss_File"] for found in each) * 1024)
+    except (OSError, KeyError):
+        return None
 
 
 def _numbers(file: Path) -> dict[str, int]:

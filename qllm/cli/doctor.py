@@ -20,7 +20,8 @@ LIBRARIES = ("torch", "transformers", "accelerate", "safetensors", "pydantic", "
 DEFAULT_POLICY = "qllm2"
 OF_SIZES = (
     "depth", "memory", "max_num_seqs", "max_kv_tokens", "block_size", "prefix_cache",
-    "prefix_cache_tokens", "prefix_states_gib", "swap_kv_tokens", "expert_weights", "kernels",
+    "prefix_cache_tokens", "prefix_states_gib", "swap_kv_tokens", "expert_weights", "kernels", "tp",
+    "rank_deadline_s", "max_expert_bytes", "expert_dir", "activations",
 )  # fmt: skip
 """Settings on which the sizes of an engine depend."""
 GIB = 1 << 30
@@ -182,10 +183,18 @@ def _served(model: str, trust_remote_code: bool, sizes: dict[str, Any]) -> list[
         off, free = stats["prefix_cache"].get("off"), stats["memory"]["free_bytes"] / GIB
         counts = Counter(engine.drivers)
         depth, whole = stats["depth"], stats["whole_depth"]
+        more, experts = [], stats["experts"]
+        if stats["ranks"]:
+            each = ", ".join(f"{rank['weight_bytes']:,}" for rank in stats["ranks"])
+            more.append(("its ranks", f"{len(stats['ranks'])}, with {each} bytes of weights"))
+        if experts:
+            held = f"room for {experts['slots']:,} of {experts['experts']:,} experts in memory"
+            more.append(("its experts", held))
         cut = "" if depth == whole else "; answers differ from those of the whole model"
         return [
             ("its depth", f"{depth} of {whole} layers{cut}"),
             ("its weights", f"{stats['weight_bytes']:,} bytes"),
+            *more,
             (f"drivers of {model}", ", ".join(f"{name} ({num})" for name, num in counts.items())),
             ("its kernels", f"{engine.kernels['attention']}; experts: {engine.kernels['experts']}"),
             ("its parts", f"known {engine.kernels['parts']}"),

@@ -48,7 +48,7 @@ def profile(
 
     settings = engine_settings(setting)
     config = engine_config(settings)
-    config.refuse_expert_file("a profile")
+    config.refuse_apart("a profile")
     quiet()
     pyplot()  # say that it is missing before the model is loaded
     from qllm.measure import profile as measure

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from qllm.config import EngineConfig
-from qllm.cores import Held, free_bytes, held_bytes, memory_bytes
+from qllm.cores import Held, free_bytes, held_bytes, memory_bytes, shared_out
 from qllm.engine.sizes import Costs, memory_of, sized
 from qllm.errors import ConfigError
 from qllm.private import make_private_folder, private_fd
@@ -54,6 +54,8 @@ class Claim:
         self._folder = folder or temporary / f"qllm-memory-{os.getuid()}"
         self._file = self._folder / f"{os.getpid()}-{os.urandom(4).hex()}"
         self._fd: int | None = None
+        self.ranks: list[int] = []
+        """Process ids of the model's other ranks, which take memory, too."""
         try:
             make_private_folder(self._folder)
             if self._folder.stat().st_uid != os.getuid():
@@ -103,12 +105,12 @@ class Claim:
 
     def _write(self, num_bytes: int | None) -> None:
         assert self._fd is not None
-        held = held_bytes()
         told = {
             "place": self._place,
             "pid": os.getpid(),
+            "ranks": self.ranks,
             "bytes": num_bytes,
-            "own": 0 if held is None else held.own,
+            "own": _own_bytes([os.getpid(), *self.ranks]),
         }
         text = json.dumps(told).encode()
         os.pwrite(self._fd, text, 0)
@@ -125,10 +127,16 @@ class Claim:
             if told["bytes"] is None:
                 num_open += 1
                 continue
-            held = held_bytes(told["pid"]) if self._place == "cpu" else None
-            taken = 0 if held is None else max(0, held.own - told["own"])
+            pids = [told["pid"], *told.get("ranks", ())]  # engines of older releases name none
+            held = _own_bytes(pids) if self._place == "cpu" else 0
+            taken = max(0, held - told["own"])
             num_bytes += max(0, told["bytes"] - taken)
         return Others(num_bytes, num_open)
+
+
+def _own_bytes(pids: Sequence[int]) -> int:
+    """Return the bytes outside of files that processes hold. Pages of several count for each."""
+    return sum(held.own for pid in pids if (held := held_bytes(pid)) is not None)
 
 
 def _told(file: Path) -> dict[str, Any] | None:
@@ -174,6 +182,7 @@ def choose_sizes(
     Raises:
         ConfigError: The model or the sizes do not fit, as in `free_for` and `sized`.
     """
+    claim.ranks = list(ranks)
     with claim.others() as others:
         free = free_for(config, weight_bytes, others, on_cuda=on_cuda, ranks=ranks)
         found = sized(config, free, costs)
@@ -226,9 +235,7 @@ def _of_machine(weight_bytes: int, ranks: Sequence[int]) -> tuple[int, int, int]
 
     Weights may be mapped files. Linux counts the memory of such files as free.
     """
-    pids: list[int | str] = ["self", *ranks]
-    each = [held_bytes(pid) or Held(0, 0) for pid in pids]
-    held = Held(sum(one.own for one in each), max(one.in_files for one in each))
+    held = (held_bytes() if not ranks else shared_out(["self", *ranks])) or Held(0, 0)
     in_files = max(held.in_files, weight_bytes - held.own)
     return free_bytes() - in_files, held.own + in_files, memory_bytes()
 

@@ -15,8 +15,8 @@ from qllm.models.weights.quantised_linears import QuantisedLinear, all_linears
 SAMPLES = 64
 """Number of values of a parameter in the identity."""
 STACK = 3
-"""Dimensions of a stack of experts. Its first and last weight are sampled, because a rank does not
-read the others."""
+"""Dimensions of a stack of experts. Its first and last weight alone are sampled, because a rank
+must not read all experts. So a model that differs in other experts alone has the same identity."""
 
 
 def identity(model: nn.Module, expert_weights: str = "auto", activations: str = "bf16") -> str:
@@ -45,7 +45,8 @@ def identity(model: nn.Module, expert_weights: str = "auto", activations: str = 
             continue
         if some is None:
             own = parameter.detach()
-            some = _sample(own[[0, -1]] if own.dim() == STACK else own)
+            is_stack = own.dim() == STACK and name.endswith(WEIGHTS)
+            some = _sample(own[[0, -1]] if is_stack else own)
         digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
         digest.update(some.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

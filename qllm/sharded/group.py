@@ -6,11 +6,15 @@ makes it with its own weights, and waits for the next.
 """
 
 import ctypes
+import gc
 import multiprocessing
 import os
+import signal
+import time
 import traceback
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from ctypes import c_int64
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
@@ -27,6 +31,8 @@ FIRST_FILE = 3
 """First open file of a process after its standard input and outputs."""
 DEADLINE_S = 30.0
 """Seconds that a rank waits for the others."""
+START_TIMES = 10
+"""Times of rank 0's own load in which another rank must load, in addition to the deadline."""
 END_S = 5.0
 """Seconds in which a rank must end by itself."""
 GROUP_BYTES = 1 << 14
@@ -89,6 +95,8 @@ class Group:
         self._struct.size, self._struct.deadline_ns = self.size, int(deadline_s * 1e9)
 
         def serve(rank: int, reports: Connection) -> None:
+            gc.freeze()  # objects of rank 0 are finalised there
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
             try:
                 torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
                 cpu.set_threads(threads)
@@ -103,17 +111,39 @@ class Group:
             os.closerange(FIRST_FILE, 1 + max(map(int, os.listdir("/proc/self/fd"))))
             cpu.native.serve(own.address)
 
-        self._processes = [_start(serve, rank) for rank in range(1, self.size)]
-        self._end = weakref.finalize(self, _end, self._processes)
-        for rank, (process, _) in enumerate(self._processes, 1):
-            self._pids[rank] = process.pid or 0
-        self.own = RankWeights(split, 0)
-        """Weights of rank 0."""
+        self._processes: list[_Process] = []
+        self._end = weakref.finalize(self, _end, self._processes, os.getpid())
+        try:
+            self._start(serve)
+            begin = time.monotonic()
+            self.own = RankWeights(split, 0)
+            """Weights of rank 0."""
+            most_s = deadline_s + START_TIMES * (time.monotonic() - begin)
+            for rank, one in enumerate(self._processes, 1):
+                _await_start(rank, one, most_s)
+        except BaseException:
+            self._end()
+            raise
         self.own.struct.group, self.own.struct.processes = address, self._pids.data_ptr()
         self._free = weakref.finalize(self, cpu.native.free_desks, self.own.address)
         self._free.atexit = False
-        for rank, (_, reports) in enumerate(self._processes, 1):
-            _await_start(rank, reports)
+
+    def _start(self, serve: Callable[[int, Connection], None]) -> None:
+        for rank in range(1, self.size):
+            try:
+                made = _forked(serve, rank)
+            except OSError as error:
+                raise DeviceError(
+                    f"rank {rank} cannot be forked ({error}); free memory, allow more processes "
+                    "(ulimit -u), or use a smaller tp"
+                ) from error
+            self._processes.append(made)
+            self._pids[rank] = made.process.pid or 0
+
+    @property
+    def has_failed(self) -> bool:
+        """True if the group will make no more calls."""
+        return bool(self._struct.failure)
 
     @property
     def num_gathers(self) -> int:
@@ -132,9 +162,11 @@ class Group:
             DeviceError: A rank is missing. All further calls raise this error, too.
             InvariantError: Ranks stopped in different ops (I11).
         """
-        if not self._struct.failure:
+        if os.getpid() != self._pids[0]:
+            raise DeviceError("ranks take calls from the process that made them, not from a copy")
+        if not self.has_failed:
             cpu.native.call_ranks(self.own.address, kind, what)
-        if not self._struct.failure:
+        if not self.has_failed:
             return
         self._end()  # a rank that is stopped would hold up the end of this process
         if self._struct.failure == APART:
@@ -144,14 +176,14 @@ class Group:
 
     def close(self) -> None:
         """End the other ranks. A rank that does not end by itself is killed."""
-        if self._end.alive and not self._struct.failure:
+        if self._end.alive and not self.has_failed and os.getpid() == self._pids[0]:
             cpu.native.call_ranks(self.own.address, END, 0)
             for process, _ in self._processes:
                 process.join(END_S)
         self._end()
 
 
-def _start(serve: Callable[[int, Connection], None], rank: int) -> _Process:
+def _forked(serve: Callable[[int, Connection], None], rank: int) -> _Process:
     context = multiprocessing.get_context("fork")
     reports, others = context.Pipe(duplex=False)
     process = context.Process(
@@ -162,18 +194,27 @@ def _start(serve: Callable[[int, Connection], None], rank: int) -> _Process:
     return _Process(process, reports)
 
 
-def _await_start(rank: int, reports: Connection) -> None:
+def _await_start(rank: int, one: _Process, most_s: float) -> None:
+    error = f"it has not loaded its weights {most_s:.0f} s after rank 0"
     try:
-        error = reports.recv()
+        if one.reports.poll(most_s):
+            error = one.reports.recv()
     except EOFError:
-        error = "its process has ended"
+        one.process.join(END_S)
+        error = (
+            f"its process has ended with code {one.process.exitcode}; if that is -9, memory was "
+            "probably short: use a smaller model, or fewer other programs"
+        )
     if error is not None:
         raise DeviceError(f"rank {rank} did not start: {error}")
 
 
-def _end(processes: list[_Process]) -> None:
+def _end(processes: list[_Process], owner: int) -> None:
+    if os.getpid() != owner:  # a process that the user forked ends
+        return
     for process, reports in processes:
         reports.close()
         process.kill()
         process.join()
-        process.close()
+        with suppress(ValueError):  # other code has waited for it
+            process.close()

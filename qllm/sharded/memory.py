@@ -53,6 +53,7 @@ class SharedMemory:
             ) from error
         view = (ctypes.c_byte * 1).from_buffer(self._memory)
         self._start, self._next = ctypes.addressof(view), 0
+        self._owner = os.getpid()
         del view
         self._lock = threading.Lock()
         self._free: defaultdict[int, list[int]] = defaultdict(list)
@@ -95,6 +96,8 @@ class SharedMemory:
         return at
 
     def _give_back(self, at: int, size: int) -> None:
+        if os.getpid() != self._owner:  # another process has a copy of the tensor's object
+            return
         if size >= LARGE:
             self._memory.madvise(mmap.MADV_REMOVE, at, size)
         self._free[size].append(at)

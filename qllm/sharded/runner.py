@@ -21,6 +21,7 @@ from qllm.runner.compute import Compute, RunOp, driver_for, listed
 from qllm.runner.cpu import CpuBackend
 from qllm.runner.kv import RequestKV
 from qllm.runner.layers.rows import PLAIN
+from qllm.runner.layers.trial import Charge
 from qllm.runner.runner import TorchRunner
 from qllm.scheduler.program import OpKind
 from qllm.sharded.group import DEADLINE_S, Group
@@ -77,16 +78,24 @@ def sharded_runner(
     group = Group(split, memory, threads, deadline_s)
 
     def backend(parts: ModelParts) -> RankBackend:
-        made = RankBackend(split, group, memory, max_segment_ms, rows_from, batch_invariant)
-        cpu.set_threads(threads)
-        return made
+        compute = RankCompute(split, group, memory, rows_from, threads)
+        return RankBackend(split, group, memory, compute, max_segment_ms, batch_invariant)
 
     try:
         rounding = expert_weights, activations
-        return TorchRunner(model, backend, rounding=rounding, on_ranks=True, clock=clock)
+        runner = TorchRunner(model, backend, rounding=rounding, on_ranks=True, clock=clock)
     except BaseException:
         group.close()
         raise
+    runner.charge = _with_copies(runner.charge, split)
+    return runner
+
+
+def _with_copies(charge: Charge, split: SplitModel) -> Charge:
+    """Return the bytes of a request's KV on all ranks, of which several may hold one KV head."""
+    num_kept = sum(len(plan.layers[0].kv_heads) for plan in split.plan.ranks)
+    num = split.plan.shape.layers[0].num_kv_heads
+    return charge._replace(token_bytes=charge.token_bytes * num_kept // num)
 
 
 class RankCompute(Compute):
@@ -97,13 +106,19 @@ class RankCompute(Compute):
         group: Ranks.
         memory: Memory that they share.
         rows_from: Least rows of an op whose output projection is split by rows.
+        threads: Kernel threads of rank 0.
     """
 
     is_ours = True
     stops_between_keys = True
 
     def __init__(
-        self, split: SplitModel, group: Group, memory: SharedMemory, rows_from: int
+        self,
+        split: SplitModel,
+        group: Group,
+        memory: SharedMemory,
+        rows_from: int,
+        threads: int,
     ) -> None:
         # The base class would pack the weights of the whole model.
         parts = split.parts
@@ -113,6 +128,7 @@ class RankCompute(Compute):
         self.courses = sweep.courses
         self.embed = RankEmbedding(group, memory, parts)
         self.head = RankHead(group, memory, sweep.desks, parts)
+        self._threads = threads
         self._size, self._known = group.size, described(inventory(parts.layers))
         has_mlp = [layer.shared is not None or not layer.is_moe for layer in parts.layers]
         num_routers = sum(layer.router is not None for layer in parts.layers)
@@ -120,7 +136,8 @@ class RankCompute(Compute):
         self._nums |= {"mlp": sum(has_mlp)} if any(has_mlp) else {}
 
     def enter(self) -> None:
-        """Do nothing: ranks have packed their weights."""
+        """Set the threads of rank 0. Ranks have packed their weights."""
+        cpu.set_threads(self._threads)
 
     def leave(self) -> None:
         """Do nothing: the modules have kept their weights."""
@@ -151,8 +168,8 @@ class RankBackend(CpuBackend):
         split: Model and its split.
         group: Ranks. They end with the backend.
         memory: Memory that they share.
+        compute: Implementations of the model on its ranks.
         max_segment_ms: Most milliseconds of work between two boundaries.
-        rows_from: Least rows of an op whose output projection is split by rows.
         batch_invariant: True for level L2: see `cpu_runner`.
     """
 
@@ -161,12 +178,11 @@ class RankBackend(CpuBackend):
         split: SplitModel,
         group: Group,
         memory: SharedMemory,
+        compute: RankCompute,
         max_segment_ms: float,
-        rows_from: int,
         batch_invariant: bool,
     ) -> None:
         self.group, self._memory = group, memory
-        compute = RankCompute(split, group, memory, rows_from)
         super().__init__(split.model, split.parts, compute, max_segment_ms, batch_invariant)
         pids = zip(group.processes, split.plan.ranks, strict=True)
         self.ranks = [{"pid": pid, "weight_bytes": plan.num_bytes} for pid, plan in pids]
@@ -181,4 +197,6 @@ class RankBackend(CpuBackend):
         return RankKV(parts.num_kv_layers, capacity, parts.kv_layers, self._memory, self._heads)
 
     def fault(self, error: Exception) -> DeviceError | None:
-        return error if isinstance(error, DeviceError) else None
+        if isinstance(error, DeviceError) or not self.group.has_failed:
+            return error if isinstance(error, DeviceError) else None
+        return DeviceError(f"the ranks have ended: {error}")

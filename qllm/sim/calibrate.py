@@ -384,7 +384,7 @@ def calibrate(
         ModelError: The model cannot be found, loaded or driven.
     """
     config = with_usual_sizes(config or EngineConfig())
-    config.refuse_expert_file("a calibration")
+    config.refuse_apart("a calibration")
     where = make_random_moe(size=model) if model in SIZES else model
     loaded = load(where, depth=config.depth)
     measured: list[Measured] = []

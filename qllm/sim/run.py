@@ -100,7 +100,7 @@ class SimulatedEngine:
             )
         if config.kv_dir is not None:
             raise ConfigError(f"kv_dir={config.kv_dir!r} cannot be simulated; leave it out")
-        config.refuse_expert_file("a simulation")
+        config.refuse_apart("a simulation")
         self.clock = VirtualClock()
         self.ingress = ingress(self.clock)
         self.record = _LeanTrace()

@@ -87,7 +87,7 @@ GROUPS = {
     # the engine, its callers, and what is made of both
     "engine": Floor(
         f"{BASE} block_file cores cuda device drafters grammar ingress logs models plugins private "
-        "record runner scheduler",
+        "record runner scheduler sharded",
         STDLIB | {"numpy", "safetensors", "torch", "transformers"},
     ),
     LOOP: Floor(f"{BASE} {LOOP} drafters ingress record runner.protocol scheduler", PURE),
@@ -183,7 +183,7 @@ POLICIES = Floor(
 BENCH = f"__init__ {BASE} ingress kernels llm measure plugins record scheduler sim workloads"
 OWN_BENCHES = {
     "engine.drafts": "drafters",  # knows the answers
-    "engine.ranks": "runner sharded",  # no engine has ranks
+    "engine.ranks": "runner sharded",  # runs runners without an engine
     "kernels.transformers_experts": "transformers",
     "serving.fleet": "fleet.members fleet.router fleet.routes",
     "serving.rebalancing": "fleet.rebalance fleet.routes",

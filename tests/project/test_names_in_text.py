@@ -159,7 +159,7 @@ def test_a_hint_names_settings_that_exist(name: str) -> None:
         ("serve tiny --max-model-len 5", "max_kv_tokens bounds KV"),
         ("serve tiny -ngl 99", "set device"),
         ("run tiny --load-in-4bit", "expert_weights"),
-        ("bench tiny --tensor-parallel-size=2", "engine_address"),
+        ("bench tiny --tensor-parallel-size=2", "set tp"),
         ("serve tiny --max-num-seqs 4", "--set max_num_seqs=VALUE"),
         ("run tiny --activations int8", "--set activations=VALUE"),
         ("serve tiny --set max_model_len=5", "max_kv_tokens bounds KV"),

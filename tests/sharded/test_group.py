@@ -144,8 +144,10 @@ def test_all_ranks_stop_in_the_same_op(
         group_of(runner)._struct.failure = group_module.APART
 
     monkeypatch.setattr(group_module.cpu.native, "call_ranks", apart)
-    with pytest.raises(Exception, match=r"ranks stopped in different ops \(I11\)"):
+    with pytest.raises(Exception, match=r"ranks stopped in different ops \(I11\)") as apart_error:
         runner.run(program, at, Watched())
+    fault = runner.backend.fault(apart_error.value)
+    assert isinstance(fault, DeviceError), "the engine ends, and a server makes a new one"
 
 
 @pytest.mark.parametrize("num_tasks", [0, 1, 30, 60])
@@ -217,3 +219,76 @@ def test_a_rank_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_deadline_that_is_no_time_is_refused(deadline_s: float) -> None:
     with pytest.raises(ConfigError, match=r"deadline_s=.* is no time; use a number above 0"):
         sharded_runner(wide_model("mixtral"), 2, deadline_s=deadline_s)
+
+
+def test_a_forked_process_of_the_user_leaves_ranks_and_memory_alone(runner: TorchRunner) -> None:
+    """It has copies of all objects, and finalises them when it ends."""
+    group, memory = group_of(runner), SharedMemory()
+    large = memory.empty((4 << 20,), torch.uint8).fill_(7)
+
+    def child() -> None:
+        nonlocal large
+        del large
+        with pytest.raises(DeviceError, match="from the process that made them"):
+            group.call(group_module.END, 0)
+        runner.close()
+        group._end()
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert bool((large == 7).all())
+    assert gathers_of(runner, None) > 0
+
+
+def test_a_dead_rank_is_found_if_other_code_has_waited_for_it() -> None:
+    made = sharded_runner(wide_model("qwen3_moe"), 2, deadline_s=100)
+    add_prompts(made, (21, 5))
+    pid = group_of(made).processes[1]
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    with pytest.raises(DeviceError, match="the process of a rank has ended"):
+        gathers_of(made, None)
+    made.close()
+
+
+def test_ranks_that_have_started_end_if_another_one_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, started = group_module._forked, list[Any]()
+
+    def forked(serve: Any, rank: int) -> Any:
+        if rank == 2:
+            raise OSError(12, "Cannot allocate memory")
+        started.append(real(serve, rank))
+        return started[-1]
+
+    monkeypatch.setattr(group_module, "_forked", forked)
+    with pytest.raises(DeviceError, match=r"rank 2 cannot be forked .*; free memory"):
+        sharded_runner(wide_model("qwen3_moe"), 3)
+    with pytest.raises(ValueError, match="closed"):
+        started[0].process.is_alive()
+
+
+def test_a_rank_that_hangs_while_it_loads_is_waited_for_no_longer_than_allowed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = group_module.RankWeights
+
+    def hanging(split: Any, rank: int) -> Any:
+        if rank == 1:
+            time.sleep(1000)
+        return real(split, rank)
+
+    monkeypatch.setattr(group_module, "RankWeights", hanging)
+    with pytest.raises(DeviceError, match="rank 1 did not start: it has not loaded its weights"):
+        sharded_runner(wide_model("qwen3_moe"), 2, deadline_s=0.5)
+
+
+def test_copies_of_kv_heads_are_charged() -> None:
+    """Ranks that read one KV head hold a copy each."""
+    found = []
+    for tp in (1, 2, 4):
+        made = sharded_runner(wide_model("qwen3_moe"), tp)
+        found.append(made.charge.token_bytes)
+        made.close()
+    assert found == [found[0], found[0], 2 * found[0]]

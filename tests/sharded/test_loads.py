@@ -22,13 +22,12 @@ from qllm.models.weights.quantised_experts import quantised_in
 from qllm.models.weights.quantised_linears import weight_bytes
 from qllm.runner.cpu import cpu_runner
 from qllm.sharded.runner import sharded_runner
-from tests.sharded.test_ranks import assert_same
 from tests.support import published
 from tests.support.dense import save
 from tests.support.experts_in_file import saved
 from tests.support.families import VOCAB, make_model
 from tests.support.gguf_files import convert
-from tests.support.sharded import served
+from tests.support.sharded import assert_same, served
 from tests.support.streaming import STEM, change, made
 
 assert cpu.MISSING is None, cpu.MISSING
@@ -125,6 +124,20 @@ def test_a_forward_on_rounded_rows_is_that_of_a_whole_load(tmp_path: Path) -> No
             found.append(model(IDS).logits)
         runner.close()
     assert torch.equal(*found)
+
+
+def test_ranks_that_read_large_experts_at_once_share_no_buffer(tmp_path: Path) -> None:
+    """Experts are read before the fork, too: for the digest, and for the format of codes."""
+    folder = checkpoint(tmp_path / "m", 3, 512, 512)
+    whole = served(cpu_runner(loaded(folder, 1)))
+    for _ in range(2):
+        model = loaded(folder, 2)
+        weights_digest(model)
+        assert_same(served(sharded_runner(model, 2)), whole)
+    path = convert(folder, tmp_path / "model.gguf", "Q8_0")
+    whole = served(cpu_runner(loaded(path, 1)))
+    for _ in range(2):
+        assert_same(served(sharded_runner(loaded(path, 2), 2)), whole)
 
 
 # -- what is refused

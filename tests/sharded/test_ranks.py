@@ -32,6 +32,7 @@ from tests.support.sharded import (
     SPLIT,
     WEIGHTS,
     Served,
+    assert_same,
     model_with,
     served,
     served_whole,
@@ -52,22 +53,6 @@ whole = cache(served_whole)
 def served_by_ranks(name: str, weights: str, tp: int, rows_from: int = 16) -> Served:
     model = model_with(name, weights)
     return served(sharded_runner(model, tp, rows_from=rows_from, **settings_of(weights)))
-
-
-def is_same(one: Tensor, other: Tensor) -> bool:
-    """Compare every bit."""
-    return one.shape == other.shape and torch.equal(
-        one.contiguous().view(torch.int16), other.contiguous().view(torch.int16)
-    )
-
-
-def assert_same(found: Served, expected: Served) -> None:
-    assert found.tokens == expected.tokens
-    assert len(found.logits) == len(expected.logits) > 0
-    assert all(map(is_same, found.logits, expected.logits)), "logits differ"
-    for request, layers in expected.kv.items():
-        for i, (own, other) in enumerate(zip(found.kv[request], layers, strict=True)):
-            assert all(map(is_same, own, other)), f"KV of layer {i} differs"
 
 
 @pytest.mark.sampled(24)

@@ -1,8 +1,11 @@
 """The setting `tp`: engines and a server on ranks."""
 
+import json
 import os
 import random
 import signal
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +17,9 @@ from typer.testing import CliRunner
 from qllm import QLLMEngine, SamplingParams
 from qllm.cli.app import app
 from qllm.config import NOT_ON_RANKS, EngineConfig
-from qllm.cores import held_bytes
+from qllm.cores import held_bytes, shared_out
 from qllm.engine import build
+from qllm.engine.memory import Claim
 from qllm.errors import ConfigError, ModelError, RequestFailedError
 from qllm.fleet.members import card_of
 from qllm.frontend.handle import Handle
@@ -113,6 +117,8 @@ def undrafted() -> list[Any]:
 def test_drafts_on_ranks_change_no_answer(draft: str, undrafted: list[Any]) -> None:
     with QLLMEngine.from_pretrained("tiny", tp=2, draft=draft, **SOME) as engine:
         assert answers_of(submit_all(engine)) == undrafted
+        drafts = engine.stats()["drafts"]
+        assert draft == "exit:2" or drafts["BE"]["accepted"] + drafts["LS"]["accepted"] > 0
 
 
 @pytest.mark.parametrize("before", [1, 2])
@@ -189,13 +195,54 @@ def test_engines_of_a_fleet_may_have_different_numbers_of_ranks() -> None:
 # -- sizes
 
 
-def test_the_memory_of_all_ranks_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    budget = 4 << 30
-    with QLLMEngine.from_pretrained("tiny", tp=2, memory=budget, threads=1) as engine:
-        free, pids = engine.stats()["memory"]["free_bytes"], ranks_of(engine)
-        held = [found.own for pid in pids if (found := held_bytes(pid)) is not None]
-        assert len(held) == len(pids)
-        assert free <= budget - 0.9 * sum(held)
+def test_the_memory_of_all_ranks_counts_and_shared_pages_count_once() -> None:
+    budget, free = 4 << 30, list[int]()
+    for tp in (1, 2):
+        with QLLMEngine.from_pretrained("tiny", tp=tp, memory=budget, threads=1) as engine:
+            free.append(engine.stats()["memory"]["free_bytes"])
+            pids = [engine.stats()["pid"], *ranks_of(engine)[1:]]
+            held = shared_out(pids)
+            assert held is not None
+            alone = [found.own for pid in pids if (found := held_bytes(pid)) is not None]
+            assert len(alone) == tp
+            assert held.own < 1.5 * max(alone), "a rank shares most of its pages with rank 0"
+            if tp == 2:
+                assert abs(budget - held.own - held.in_files - free[-1]) < 64 << 20
+
+
+def test_claims_count_what_every_rank_has_taken(tmp_path: Path) -> None:
+    claim, other = Claim("cpu", tmp_path), Claim("cpu", tmp_path)
+    child = subprocess.Popen(
+        [sys.executable, "-c", "x = b'x' * (100 << 20); print(1, flush=True); input()"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert child.stdout is not None
+    child.stdout.readline()
+    with claim.others():
+        claim.tell(1 << 30)
+    told = json.loads(claim._file.read_text())
+    claim._file.write_text(json.dumps(told | {"ranks": [child.pid]}))
+    with other.others() as found:
+        assert found.num_bytes < (1 << 30) - (80 << 20)
+    child.kill()
+    child.communicate()
+    for one in (claim, other):
+        one.close()
+
+
+def test_a_check_at_start_leaves_each_rank_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads weights in 4 bits into memory, with all threads of the engine."""
+    given, real = list[int](), cpu.set_threads
+
+    def set_threads(num: int) -> None:
+        given.append(num)
+        real(num)
+
+    monkeypatch.setattr(cpu, "set_threads", set_threads)
+    settings = SOME | {"conformance": True, "expert_weights": "int4", "threads": 2}
+    with QLLMEngine.from_pretrained("tiny", tp=2, run_in="thread", **settings):
+        assert 2 in given
+        assert given[-1] == 1
 
 
 def test_threads_are_shared_by_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,3 +130,19 @@ def layers_of(kv: Any, num: int) -> list[tuple[Tensor, Tensor]]:
     """Return copies of the keys and values of every layer."""
     found = [kv.read(layer, 0, kv.committed) for layer in range(num)]
     return [(k.clone(), v.clone()) for k, v in found]
+
+
+def is_same(one: Tensor, other: Tensor) -> bool:
+    """Compare every bit."""
+    return one.shape == other.shape and torch.equal(
+        one.contiguous().view(torch.int16), other.contiguous().view(torch.int16)
+    )
+
+
+def assert_same(found: Served, expected: Served) -> None:
+    assert found.tokens == expected.tokens
+    assert len(found.logits) == len(expected.logits) > 0
+    assert all(map(is_same, found.logits, expected.logits)), "logits differ"
+    for request, layers in expected.kv.items():
+        for i, (own, other) in enumerate(zip(found.kv[request], layers, strict=True)):
+            assert all(map(is_same, own, other)), f"KV of layer {i} differs"

@@ -1,5 +1,6 @@
 #include "group.h"
 
+#include <errno.h>
 #include <linux/futex.h>
 #include <sched.h>
 #include <signal.h>
@@ -53,9 +54,11 @@ void wait(Group& g, int64_t nap_ns, const Done& done, const Look& look) {
   }
 }
 
+// Other code of rank 0's process may have waited for the rank before. Then it is no child any more.
 bool is_dead(int64_t process) {
   siginfo_t info{};
-  return waitid(P_PID, id_t(process), &info, WEXITED | WNOHANG | WNOWAIT) == 0 && info.si_pid;
+  if (waitid(P_PID, id_t(process), &info, WEXITED | WNOHANG | WNOWAIT) == 0) return info.si_pid;
+  return kill(pid_t(process), 0) == -1 && errno == ESRCH;
 }
 
 // The end of waiting for others: a failure, the deadline, or a process that has ended. Processes are

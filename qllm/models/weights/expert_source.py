@@ -72,7 +72,8 @@ class ExpertSource:
         if wanted != set(by_place) or not wanted or not self.module.is_concatenated:
             raise ModelError(
                 f"{self.path}.{parameter} is stored in a way that cannot be read expert by expert "
-                f"({len(by_place)} weights for {self.num_experts} experts); load without a file"
+                f"({len(by_place)} weights for {self.num_experts} experts); keep the experts in "
+                "memory, with tp=1"
             )
         return [[(by_place[part, expert], None) for part in parts] for expert in experts]
 

@@ -49,7 +49,8 @@ class Buffers:
             whole = self._spare.get(num_bytes, []).pop()
             self._num_spare -= num_bytes
         except IndexError:
-            whole = mmap.mmap(-1, num_bytes)
+            # Python's default is shared: forked ranks would read into one buffer
+            whole = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         part = memoryview(whole)  # every view of the tensor keeps this alive
         # codes that stay in memory must not keep the whole buffer alive
         weakref.finalize(part, _give_back, weakref.ref(self), whole).atexit = False
