@@ -27,6 +27,8 @@ from qllm.kernels import cpu
 from qllm.sharded.memory import SharedMemory
 from qllm.sharded.rank import RankWeights, SplitModel
 
+PR_SET_PDEATHSIG = 1
+"""Number of a call of `prctl`, from linux/prctl.h."""
 FIRST_FILE = 3
 """First open file of a process after its standard input and outputs."""
 DEADLINE_S = 30.0
@@ -95,6 +97,7 @@ class Group:
         self._struct.size, self._struct.deadline_ns = self.size, int(deadline_s * 1e9)
 
         def serve(rank: int, reports: Connection) -> None:
+            _end_with_rank_0(signal.SIGKILL)  # until the native code looks for rank 0 by itself
             gc.freeze()  # objects of rank 0 are finalised there
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             try:
@@ -109,6 +112,7 @@ class Group:
             reports.send(None)
             # the engine's clients must see its sockets closed as soon as rank 0 ends
             os.closerange(FIRST_FILE, 1 + max(map(int, os.listdir("/proc/self/fd"))))
+            _end_with_rank_0(0)  # the thread that made the ranks may end before its process
             cpu.native.serve(own.address)
 
         self._processes: list[_Process] = []
@@ -192,6 +196,11 @@ def _forked(serve: Callable[[int, Connection], None], rank: int) -> _Process:
     process.start()
     others.close()
     return _Process(process, reports)
+
+
+def _end_with_rank_0(number: int) -> None:
+    """Get a signal when the thread that has forked this process ends; 0 is none."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def _await_start(rank: int, one: _Process, most_s: float) -> None:

@@ -6,9 +6,13 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from multiprocessing.context import ForkProcess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -292,3 +296,45 @@ def test_copies_of_kv_heads_are_charged() -> None:
         found.append(made.charge.token_bytes)
         made.close()
     assert found == [found[0], found[0], 2 * found[0]]
+
+
+LOADS = """
+import time
+from qllm.sharded import group
+from qllm.sharded.runner import sharded_runner
+from tests.support.sharded import wide_model
+
+real = group.RankWeights
+
+def slow(split, rank):
+    if rank == 1:
+        print("loading", flush=True)
+        time.sleep(1000)
+    return real(split, rank)
+
+group.RankWeights = slow
+sharded_runner(wide_model("qwen3_moe"), 2, deadline_s=1000)
+"""
+
+
+def test_a_rank_that_loads_ends_with_the_process_of_rank_0() -> None:
+    root = str(Path(__file__).parents[2])
+    made = subprocess.Popen([sys.executable, "-c", LOADS], cwd=root, stdout=subprocess.PIPE)
+    assert made.stdout is not None
+    assert made.stdout.readline() == b"loading\n"
+    (rank,) = Path(f"/proc/{made.pid}/task/{made.pid}/children").read_text().split()
+    made.kill()
+    made.communicate()
+    wait_for(lambda: not Path(f"/proc/{rank}").exists())
+
+
+def test_ranks_outlive_the_thread_that_made_them() -> None:
+    found = list[TorchRunner]()
+    thread = threading.Thread(
+        target=lambda: found.append(sharded_runner(wide_model("qwen3_moe"), 2))
+    )
+    thread.start()
+    thread.join()
+    add_prompts(found[0], (21, 5))
+    assert gathers_of(found[0], None) > 0
+    found[0].close()
