@@ -252,6 +252,7 @@ def test_a_waiting_request_is_swapped_out_and_asks_again(make: Make) -> None:
     world.stop_at_wait()
     assert world.waiting == {chat}
     assert [e.request_id for e in events(world, trace.SwappedOut)] == [slow]
+    assert [parked.waits_for for parked in world.scheduler.away.values()] == [None]
     world.run_open()
     finished_well(world)
     assert not world.scheduler.requests
