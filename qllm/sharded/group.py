@@ -91,7 +91,7 @@ class Group:
         self._deadline_s = deadline_s
         self._shared = memory.empty((GROUP_BYTES,), torch.uint8).zero_()
         self._pids = memory.empty((self.size,), torch.int64)
-        self._pids[0] = os.getpid()
+        self._owner = self._pids[0] = os.getpid()
         address = self._shared.data_ptr()
         self._struct = GroupStruct.from_address(address)
         self._struct.size, self._struct.deadline_ns = self.size, int(deadline_s * 1e9)
@@ -116,7 +116,7 @@ class Group:
             cpu.native.serve(own.address)
 
         self._processes: list[_Process] = []
-        self._end = weakref.finalize(self, _end, self._processes, os.getpid())
+        self._end = weakref.finalize(self, _end, self._processes, self._owner)
         try:
             self._start(serve)
             begin = time.monotonic()
@@ -166,7 +166,7 @@ class Group:
             DeviceError: A rank is missing. All further calls raise this error, too.
             InvariantError: Ranks stopped in different ops (I11).
         """
-        if os.getpid() != self._pids[0]:
+        if os.getpid() != self._owner:
             raise DeviceError("ranks take calls from the process that made them, not from a copy")
         if not self.has_failed:
             cpu.native.call_ranks(self.own.address, kind, what)
@@ -180,7 +180,7 @@ class Group:
 
     def close(self) -> None:
         """End the other ranks. A rank that does not end by itself is killed."""
-        if self._end.alive and not self.has_failed and os.getpid() == self._pids[0]:
+        if self._end.alive and not self.has_failed and os.getpid() == self._owner:
             cpu.native.call_ranks(self.own.address, END, 0)
             for process, _ in self._processes:
                 process.join(END_S)
