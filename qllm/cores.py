@@ -136,17 +136,20 @@ def held_bytes(pid: int | str = "self", processes: Path = Path("/proc")) -> Held
     return Held(own * 1024, found.get("RssFile", 0) * 1024)
 
 
-def shared_out(pids: Iterable[int | str], processes: Path = Path("/proc")) -> Held | None:
-    """Return the memory that processes hold together; None if one is gone or Linux does not say.
+def shared_out(pids: Iterable[int | str], processes: Path = Path("/proc")) -> Held:
+    """Return the memory that processes hold together.
 
-    Pages that several of them hold count once.
+    Pages that several of them hold count once. They count for each if Linux does not say how they
+    are shared, or if a process is gone.
     """
+    pids = list(pids)
     try:
         each = [_numbers(processes / str(pid) / "smaps_rollup") for pid in pids]
         own = sum(found["Pss_Anon"] + found["Pss_Shmem"] for found in each)
         return Held(own * 1024, sum(found["Pss_File"] for found in each) * 1024)
     except (OSError, KeyError):
-        return None
+        found = [held_bytes(pid, processes) or Held(0, 0) for pid in pids]
+        return Held(sum(one.own for one in found), sum(one.in_files for one in found))
 
 
 def _numbers(file: Path) -> dict[str, int]:

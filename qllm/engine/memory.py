@@ -235,7 +235,7 @@ def _of_machine(weight_bytes: int, ranks: Sequence[int]) -> tuple[int, int, int]
 
     Weights may be mapped files. Linux counts the memory of such files as free.
     """
-    held = (held_bytes() if not ranks else shared_out(["self", *ranks])) or Held(0, 0)
+    held = shared_out(["self", *ranks]) if ranks else held_bytes() or Held(0, 0)
     in_files = max(held.in_files, weight_bytes - held.own)
     return free_bytes() - in_files, held.own + in_files, memory_bytes()
 

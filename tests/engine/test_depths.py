@@ -77,8 +77,8 @@ def test_pages_have_other_names_at_another_depth() -> None:
     for depth in (2, 3, None, WHOLE):
         with tiny_engine(depth=depth, **THREAD) as engine:
             answers(engine)
-            cache = engine.client.loop.prefix  # type: ignore[attr-defined]
-            names.append(frozenset(cache.store._pages))
+            client: Any = engine.client
+            names.append(frozenset(client.loop.prefix.store._pages))
     assert names[2] == names[3] != frozenset()
     assert sum(map(len, names[:3])) == len(frozenset.union(*names))
 

@@ -21,6 +21,7 @@ from qllm.cores import (
     memory_bytes,
     num_threads,
     parse_threads,
+    shared_out,
     usable_cores,
 )
 from qllm.errors import ConfigError
@@ -232,3 +233,14 @@ def test_a_process_holds_its_own_memory_and_parts_of_files(tmp_path: Path) -> No
     found = held_bytes()
     assert found is not None
     assert found.own > 1 << 20
+
+
+def test_pages_of_several_processes_count_once_where_linux_says_so(tmp_path: Path) -> None:
+    for pid, own in ((5, 10), (6, 30)):
+        written(tmp_path / str(pid) / "status", f"RssAnon:\t {own} kB\nRssFile:\t 7 kB\n")
+        parts = f"Pss_Anon:\t {own // 2} kB\nPss_File:\t 3 kB\nPss_Shmem:\t 1 kB\n"
+        written(tmp_path / str(pid) / "smaps_rollup", f"55-66 ---p 0 0:0 0 [rollup]\n{parts}")
+    assert shared_out([5, 6], tmp_path) == Held(22 * 1024, 6 * 1024)
+    (tmp_path / "6" / "smaps_rollup").unlink()
+    assert shared_out([5, 6], tmp_path) == Held(40 * 1024, 14 * 1024)
+    assert shared_out([5, 7], tmp_path) == Held(10 * 1024, 7 * 1024)

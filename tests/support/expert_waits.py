@@ -142,7 +142,8 @@ class WaitWorld(World):
         """Errors of reads of experts."""
         self.is_open = False
         """True lets reads end by themselves."""
-        self._file_read, self.residency.read = self.residency.read, self._read  # type: ignore[method-assign]
+        residency: Any = self.residency
+        self._file_read, residency.read = residency.read, self._read
         assert isinstance(self.scheduler, Scheduler)
         self.waits = loop.waits = ExpertWaits(
             self.scheduler, self.residency, runner.missing, self._wake, self.clock, self.order
@@ -150,14 +151,15 @@ class WaitWorld(World):
 
         self.loop_looks = False
         """True lets an idle loop look for late reads, which moves the clock."""
-        real = self.waits.next_turn_ns
-        self.waits.next_turn_ns = lambda now_ns: real(now_ns) if self.loop_looks else None  # type: ignore[method-assign]
+        waits: Any = self.waits
+        real = waits.next_turn_ns
+        waits.next_turn_ns = lambda now_ns: real(now_ns) if self.loop_looks else None
 
     def _wake(self) -> None:
         self.num_wakes += 1
 
     def gate(self, expert: int) -> threading.Event:
-        """What a read of an expert waits for."""
+        """Return the event that lets a read of an expert end."""
         return self._gates.setdefault(expert, threading.Event())
 
     def _read(self, layer: int, expert: int, into: memoryview) -> None:

@@ -77,7 +77,7 @@ class Storm:
         self.specs[handle.number] = spec
 
     def disturb(self) -> None:
-        """What else happens at a disturbance."""
+        """Disturb the engine in a further way. Kinds of storms override it."""
 
     def run(self) -> list[Result]:
         self.rng = random.Random(self.seed)

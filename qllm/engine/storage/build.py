@@ -15,9 +15,9 @@ from qllm.engine.kv.states import KeptStates
 from qllm.engine.kv.tier import FileTier, StoredPage
 from qllm.engine.storage.file import KvFile, Layout, Lock, num_slots_in, open_file
 from qllm.engine.storage.identity import layout_of, software
-from qllm.engine.storage.mover import CLOSE_S, Mover
+from qllm.engine.storage.mover import Mover
 from qllm.engine.storage.pages import STATES_IN_FILE, KvPages, num_states, why_not
-from qllm.engine.storage.reads import DiskOrder
+from qllm.engine.storage.reads import CLOSE_S, DiskOrder
 from qllm.errors import ConfigError, QllmError
 from qllm.ingress import LOOK
 from qllm.private import make_private_folder

@@ -9,16 +9,16 @@ Stores also wait for experts that are read from the same disk (`qllm.engine.stor
 """
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from qllm.engine.kv.tier import GENTLE_SHARE, PageLoad, StoredPage, Write, Written
 from qllm.engine.storage.file import KvFile
 from qllm.engine.storage.own_threads import set_own_torch_threads
-from qllm.engine.storage.reads import DiskOrder
+from qllm.engine.storage.reads import DiskOrder, DiskThreads
 from qllm.scheduler.prefix import Name
 from qllm.types import NS_PER_S
 
@@ -26,13 +26,11 @@ SHARE = 0.5
 """Share of a core that writing may take while no LS request exists."""
 LOADS_FIRST_S = 0.05
 """Longest time in seconds that a page to be written waits for pages that are being read."""
-CLOSE_S = 5.0
-"""Seconds that `close` waits for a disk."""
 
 _log = logging.getLogger(__name__)
 
 
-class Mover:
+class Mover(DiskThreads):
     """A `Disk` (`qllm.engine.kv.tier`) over a file.
 
     Args:
@@ -51,8 +49,6 @@ class Mover:
     ) -> None:
         self.failure: str | None = None
         self._file, self._wake, self._now_ns = file, wake, now_ns
-        self._order = order or DiskOrder()
-        self._lock = self._order.lock
         self._reads: tuple[deque[PageLoad], ...] = (deque(), deque())
         """Loads for LS requests, and loads for other requests."""
         self._is_resting = False
@@ -62,14 +58,10 @@ class Mover:
         self._is_writing = False
         self._done: deque[Written] = deque()
         self._is_gentle = False
-        self._in_haste = self._closing = False
-        names = {"qllm-kv-read": self._serve_reads, "qllm-kv-write": self._serve_writes}
-        self._threads = [
-            threading.Thread(target=_alone, args=(serve,), name=name, daemon=True)
-            for name, serve in names.items()
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._in_haste = False
+        serve = {"qllm-kv-read": self._serve_reads, "qllm-kv-write": self._serve_writes}
+        alone = {name: partial(_alone, function) for name, function in serve.items()}
+        super().__init__(order or DiskOrder(), alone)
 
     # -- the engine's thread
 
@@ -122,11 +114,7 @@ class Mover:
 
     def close(self) -> None:
         """Stop the threads. If the disk blocks a thread, the thread and the file stay open."""
-        with self._lock:
-            self._closing = True
-            self._lock.notify_all()
-        for thread in self._threads:
-            thread.join(CLOSE_S)
+        super().close()
         if not any(thread.is_alive() for thread in self._threads):
             self._file.close()
 

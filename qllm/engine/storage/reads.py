@@ -6,7 +6,7 @@ Inside a class, experts for the oldest request are read first. A read that has b
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from qllm.runner.residency import Wanted
@@ -29,6 +29,32 @@ class DiskOrder:
         """Lock of all queues. The condition is notified after every change."""
         self.num_reads = 0
         """Number of experts that are being read, or wait to be read."""
+
+
+class DiskThreads:
+    """Threads that use a disk, from the end of this constructor until they are closed.
+
+    Args:
+        order: Order of all threads that use the disk.
+        serve: Function of each thread, by the thread's name.
+    """
+
+    def __init__(self, order: DiskOrder, serve: Mapping[str, Callable[[], None]]) -> None:
+        self._order, self._lock, self._closing = order, order.lock, False
+        self._threads = [
+            threading.Thread(target=function, name=name, daemon=True)
+            for name, function in serve.items()
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Stop the threads. A thread that the disk blocks stays."""
+        with self._lock:
+            self._closing = True
+            self._lock.notify_all()
+        for thread in self._threads:
+            thread.join(CLOSE_S)
 
 
 @dataclass(slots=True, eq=False)
@@ -84,8 +110,10 @@ class ExpertRead:
         return min((ticket.rank for ticket in self.tickets), default=LAST)
 
 
-class ReadThreads:
+class ReadThreads(DiskThreads):
     """The threads that read experts. They change no slot but the memory of their reads.
+
+    The memory of a slot stays as long as the disk blocks the thread that reads into it.
 
     Args:
         read: Function that reads an expert: number of the layer and of the expert, and memory.
@@ -102,17 +130,11 @@ class ReadThreads:
         order: DiskOrder,
     ) -> None:
         self._read, self._wake, self._now_ns = read, wake, now_ns
-        self._order, self._lock = order, order.lock
         self._queue: list[ExpertRead] = []
         self._running: list[ExpertRead] = []
         self._finished: list[ExpertRead] = []
-        self._is_asleep = self._closing = False
-        self._threads = [
-            threading.Thread(target=self._serve, name=f"qllm-expert-read-{i}", daemon=True)
-            for i in range(NUM_THREADS)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._is_asleep = False
+        super().__init__(order, {f"qllm-expert-read-{i}": self._serve for i in range(NUM_THREADS)})
 
     # -- the engine's thread
 
@@ -172,14 +194,6 @@ class ReadThreads:
         """Reads that have begun and not ended."""
         with self._lock:
             return list(self._running)
-
-    def close(self) -> None:
-        """Stop the threads. A thread that the disk blocks stays, and so does its slot's memory."""
-        with self._lock:
-            self._closing = True
-            self._lock.notify_all()
-        for thread in self._threads:
-            thread.join(CLOSE_S)
 
     # -- its own threads
 

@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from queue import SimpleQueue
@@ -135,7 +136,7 @@ class ExpertsInFile(ExpertsApart):
         return ExpertFile(self._path, self._says)
 
     def _write(self) -> None:
-        plans = self._plans()
+        plans = self._plans
         num_readers = self._num_readers(plans)
         with (
             self._room(plans),
@@ -145,7 +146,9 @@ class ExpertsInFile(ExpertsApart):
             for plan in plans:
                 plan.write(writer, pool, num_readers)
 
+    @cached_property
     def _plans(self) -> list["_Plan"]:
+        """The writing of each layer. Making it reads the first expert of each quantised layer."""
         group = INT8_GROUPS.get(self._expert_weights)
         return [_Plan(source, group, source.formats()) for source in self._sources]
 
@@ -214,7 +217,7 @@ class ExpertsInFolder(ExpertsInFile):
         return super().take(skeleton, checkpoint)
 
     def _all_fit(self) -> bool:
-        layers = [plan.layer for plan in self._plans()]
+        layers = [plan.layer for plan in self._plans]
         total = sum(layer.num_bytes for layer in layers)
         if self._max_bytes >= total:
             return True

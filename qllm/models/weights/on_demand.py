@@ -174,10 +174,6 @@ class OnDemand:
 
     # -- the module's own forward
 
-    def values(self, name: str, expert: int) -> Tensor:
-        """Return the values of a weight as its parameter has them, in bf16."""
-        return self._values(expert)[WEIGHTS.index(name)]
-
     def _values(self, expert: int) -> list[Tensor]:
         """Return both weights of an expert as the parameters have them, after rounding."""
         width, hidden = self._source.shape
@@ -192,7 +188,7 @@ class OnDemand:
             up = torch.stack(up.chunk(2), dim=1).flatten(0, 1)
         return [w.t().contiguous() if module.is_transposed else w for w in (up, down)]
 
-    def forward(self) -> Callable[..., Any]:
+    def forward(self) -> Any:
         """Return the module's forward."""
         own = MethodType(type(self._module).forward, self._module)
         read = self._quantised if self.is_quantised else self._in_memory
@@ -204,8 +200,9 @@ class OnDemand:
             with read(used) as compute:
                 return (compute or own)(*args, **given)
 
-        forward.is_ours = True  # type: ignore[attr-defined]
-        return forward
+        made: Any = forward
+        made.is_ours = True
+        return made
 
     @contextmanager
     def _in_memory(self, experts: Sequence[int]) -> Iterator[None]:

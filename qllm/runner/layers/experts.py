@@ -16,7 +16,7 @@ from qllm.kernels import cpu
 from qllm.models.discover import ModelParts
 from qllm.models.weights.expert_file import in_file
 from qllm.models.weights.formats.rounding import ROUNDINGS
-from qllm.models.weights.on_demand import OnDemand, on_demand_in
+from qllm.models.weights.on_demand import on_demand_in
 from qllm.models.weights.quantised_experts import (
     WEIGHTS,
     quantised_in,
@@ -43,17 +43,12 @@ class TorchBank:
         gate_up, down = module.gate_up_proj.detach(), module.down_proj.detach()
         if not module.is_transposed:
             gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
-        held, apart = quantised_in(module), on_demand_in(module)
+        held = quantised_in(module)
         self.up: Sequence[Tensor] = gate_up.unbind(0)
         self.down: Sequence[Tensor] = down.unbind(0)
         if held is not None:
             self.up, self.down = (
                 OnAccess(len(gate_up), partial(dequantised, held, name, module.is_transposed))
-                for name in WEIGHTS
-            )
-        if apart is not None:
-            self.up, self.down = (
-                OnAccess(len(gate_up), partial(_matrix, apart, name, module.is_transposed))
                 for name in WEIGHTS
             )
         if file is not None:
@@ -192,12 +187,6 @@ def expert_banks(
         return NativeBank(module, expert_weights) if held is None else QuantisedBank(held, module)
 
     return tuple(None if m is None else bank(m) for m in modules)
-
-
-def _matrix(apart: OnDemand, name: str, is_transposed: bool, expert: int) -> Tensor:
-    """Return the matrix [in, out] of one expert's weight, which is read on demand."""
-    weight = apart.values(name, expert)
-    return weight if is_transposed else weight.t()
 
 
 def _residency_of(modules: Sequence[nn.Module | None], top_k: int) -> Residency | None:

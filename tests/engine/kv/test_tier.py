@@ -17,7 +17,7 @@ from qllm import QLLMEngine, SamplingParams
 from qllm.engine.kv import tier
 from qllm.engine.storage import build as kept
 from qllm.engine.storage import file as kv_file
-from qllm.engine.storage import mover, pages
+from qllm.engine.storage import pages, reads
 from qllm.errors import ConfigError, QllmError
 from qllm.grammar import Vocabulary
 from qllm.kernels import cpu
@@ -378,7 +378,7 @@ def test_a_disk_that_stalls_blocks_no_request(
             return super().read(data, at)
 
     monkeypatch.setattr(kv_file.open_file, "__defaults__", (Stuck,))
-    monkeypatch.setattr(mover, "CLOSE_S", 0.2)
+    monkeypatch.setattr(reads, "CLOSE_S", 0.2)
     with engine_of(model, tmp_path) as engine:
         waits = engine.submit(ids, "LS", 20, sampling=GREEDY)
         assert stands.wait(60)
@@ -442,7 +442,7 @@ def test_a_write_that_stalls_blocks_no_request(
             super().write(data, at)
 
     monkeypatch.setattr(kv_file.open_file, "__defaults__", (Stuck,))
-    monkeypatch.setattr(mover, "CLOSE_S", 0.2)
+    monkeypatch.setattr(reads, "CLOSE_S", 0.2)
     monkeypatch.setattr(kept, "CLOSE_S", 0.2)
     with engine_of(model, tmp_path) as engine:
         for _ in range(2):

@@ -179,7 +179,8 @@ def test_a_class_that_changes_changes_the_order_of_reads(make: Make) -> None:
 
 def test_stores_of_kv_wait_for_experts(make: Make) -> None:
     world = make()
-    mover = Mover(_NoFile(), lambda: None, world.clock, world.order)  # type: ignore[arg-type]
+    file: Any = _NoFile()
+    mover = Mover(file, lambda: None, world.clock, world.order)
     assert mover._may_write()
     world.submit(BE, 20, 1)
     world.stop_at_wait()
@@ -371,13 +372,15 @@ def test_experts_stay_until_their_frame_has_run(make: Make) -> None:
     world.stop_at_wait()
     world.let(0, 1)
     taken = list[int]()
-    real = world.residency.reserve
+    residency: Any = world.residency
+    real = residency.reserve
 
     def reserve(layer: int, slot: int) -> memoryview:
         taken.append(slot)
-        return real(layer, slot)
+        view: memoryview = real(layer, slot)
+        return view
 
-    world.residency.reserve = reserve  # type: ignore[method-assign]
+    residency.reserve = reserve
     for ticket in world.waits.turn(world.clock.at_ns):
         pytest.fail(f"{ticket} fails")
     assert not taken
