@@ -307,7 +307,7 @@ class Paused:
 def test_an_open_prompt_takes_no_seat_from_a_whole_one(policy: str) -> None:
     with Engine(
         make_model("qwen3_moe", torch.bfloat16), prefix_cache=False, max_num_seqs=1, record=True,
-        policy=policy,
+        policy=policy, policy_settings={"short_tokens": 256} if policy == "laps" else {},
     ) as made:  # fmt: skip
         prompt = made.engine.open("LS")  # it came first
         with Paused(made):

@@ -23,7 +23,7 @@ from qllm.sim.runner import SimCosts
 from qllm.sim.world import LIMITS, World
 from qllm.types import NS_PER_MS, Evict, Grain, Priority, RequestId, Slo
 from qllm_policies.flow import Flow
-from qllm_policies.laps import Laps
+from qllm_policies.laps import Laps, boundary
 from qllm_policies.mlfq import Mlfq
 from qllm_policies.parts import behind_all, fill
 from qllm_policies.rota import Rota
@@ -208,6 +208,7 @@ def test_planning_changes_nothing_of_the_policy(name: str) -> None:
         ("mlfq", {"levels": 0}, "levels=0 must be an integer >= 1"),
         ("mlfq", {"quantum_ms": True}, "quantum_ms=True must be an integer >= 1"),
         ("laps", {"window_ms": -1}, "window_ms=-1 must be an integer >= 0"),
+        ("laps", {"short_tokens": 0}, "short_tokens=0 must be an integer >= 1"),
         ("rota", {"ttft_share": -0.1}, r"ttft_share=-0.1 must be a number in \[0, 1000\]"),
         ("rota", {"ttft_share": -1}, r"ttft_share=-1 must be a number in \[0, 1000\]"),
         ("rota", {"lag_weight": "3"}, r"lag_weight='3' must be a number in \[0, 1000\]"),
@@ -371,12 +372,91 @@ def test_mlfq_brings_back_a_starving_request() -> None:
 
 def test_laps_gathers_short_prompts_for_a_window() -> None:
     world = world_of(Laps(window_ms=7))
+    world.scheduler.costs = CostTable((40 * NS_PER_MS,), NS_PER_MS // 10)  # reading: 20 ms
     for ms in (0, 3, 6, 9):
         world.submit(BE, 30, 1, at_ns=ms * NS_PER_MS)
     world.run()
     first = next(e for e in world.record if isinstance(e, trace.Planned))
-    assert first.at_ns == 7 * NS_PER_MS
+    assert first.at_ns == 6 * NS_PER_MS  # the next one is expected at 9, behind the window
     assert [r.request_id for r in first.rows] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("reading_ms", "arrivals_ms", "start_ms"),
+    [
+        (40, (0,), 7),  # no time between arrivals is known: the whole window
+        (40, (0, 1), 2),  # the next one was expected at 2 and did not come
+        (40, (0, 1, 2), 3),
+        (2, (0, 2), 2),  # two prompts would wait 2 ms each, to save 1 ms
+        (5, (0, 1), 2),  # two prompts wait 1 ms each, to save 2.5 ms
+    ],
+)
+def test_the_window_of_laps_ends_when_the_next_prompt_is_not_worth_the_wait(
+    reading_ms: int, arrivals_ms: tuple[int, ...], start_ms: int
+) -> None:
+    world = world_of(Laps(window_ms=7))
+    world.scheduler.costs = CostTable((reading_ms * NS_PER_MS,), NS_PER_MS // 100)
+    for ms in arrivals_ms:
+        world.submit(BE, 30, 1, at_ns=ms * NS_PER_MS)
+    world.run()
+    first = next(e for e in world.record if isinstance(e, trace.Planned))
+    assert first.at_ns == start_ms * NS_PER_MS
+
+
+def test_laps_does_not_wait_when_short_prompts_are_rare() -> None:
+    world = world_of(Laps(window_ms=7))
+    for ms in (0, 200, 400):
+        world.submit(BE, 30, 1, at_ns=ms * NS_PER_MS)
+    world.run()
+    starts = [e.at_ns for e in world.record if isinstance(e, trace.Planned)]
+    assert starts == [ms * NS_PER_MS for ms in (7, 200, 400)]
+
+
+@pytest.mark.parametrize("num_cached", [0, 352])
+def test_a_later_round_is_short_for_laps_if_the_cache_has_the_earlier_rounds(
+    num_cached: int,
+) -> None:
+    world = world_of(Laps(short_tokens=64, chunk_tokens=100, window_ms=0))
+    world.submit(BE, 30, 1)
+    first = world.submit(BE, 400, 1, at_ns=1)
+    later = world.submit(BE, 400, 1, at_ns=2)
+
+    while later not in world.scheduler.requests:
+        world.step()
+    if num_cached:
+        world.scheduler.found(later, num_cached, [])
+    plan = world.scheduler.policy.plan(world.scheduler.view(world.clock.at_ns))
+    assert [row.request_id for row in plan.rows] == [later if num_cached else first]
+
+
+def test_a_long_prompt_stays_long_to_its_end() -> None:
+    """Its last chunk has as many tokens as a short prompt, and shares no step with one."""
+    world = world_of(Laps(short_tokens=64, chunk_tokens=100, window_ms=0))
+    long = world.submit(BE, 330, 1)
+    for i in range(12):
+        world.submit(LS, 30, 1, at_ns=(1 + 3 * i) * NS_PER_MS)
+    world.run()
+    steps = [{row.request_id for row in rows} for rows in planned(world)]
+    assert [ids for ids in steps if long in ids] == [{long}] * 4
+
+
+@pytest.mark.parametrize(
+    ("decode_ms", "prefill_us", "tokens"),
+    [
+        ((9.0,), 700, 6),
+        ((9.0, 10.0, 12.0, 16.0, 25.0, 40.0), 700, 17),  # at 16: 17; at 32: 28
+        ((9.0, 10.0, 11.0, 12.0), 700, 8),  # the last entry
+        ((9.0, 9.0), 700, 6),
+        ((0.5, 1.0), 700, 1),  # one token computes for longer than it reads
+        ((20.0,) * 7, 33, 303),
+        ((9.0, 10.0), 0, 10_000_000),  # nothing was measured
+    ],
+)
+def test_a_prompt_is_short_if_reading_weights_takes_longer_than_computing(
+    decode_ms: tuple[float, ...], prefill_us: int, tokens: int
+) -> None:
+    costs = CostTable(tuple(int(ms * NS_PER_MS) for ms in decode_ms), 1000 * prefill_us)
+    assert boundary(costs) == tokens
 
 
 def test_laps_does_not_wait_for_a_full_batch_or_a_late_target() -> None:
@@ -384,7 +464,7 @@ def test_laps_does_not_wait_for_a_full_batch_or_a_late_target() -> None:
     full.submit(BE, 30, 1)
     full.submit(BE, 30, 1, at_ns=NS_PER_MS)
     full.run()
-    late = world_of(Laps(window_ms=500, margin_ms=4))
+    late = world_of(Laps(short_tokens=64, window_ms=500, margin_ms=4))
     late.scheduler.costs = COSTS
     late.submit(LS, 30, 1, slo=Slo(ttft_ms=50.0))
     late.run()
