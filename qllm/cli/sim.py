@@ -31,7 +31,9 @@ Model = Annotated[
 Costs = Annotated[Path | None, typer.Option(help="A file that `qllm calibrate` wrote.")]
 Preset = Annotated[
     str | None,
-    typer.Option(help="Computed costs: h100, h200, cpu, or a data sheet of your own, FILE.toml."),
+    typer.Option(
+        help="Computed costs: h100, h200, gh200, cpu, or a data sheet of your own, FILE.toml."
+    ),
 ]
 Policy = Annotated[
     str,
@@ -53,7 +55,8 @@ def _machine(
 
     if (costs is None) == (preset is None):
         raise ConfigError(
-            "give --costs FILE (from `qllm calibrate`) or --preset h100, h200 or cpu, and not both"
+            "give --costs FILE (from `qllm calibrate`) or --preset h100, h200, gh200 or cpu, and not "
+            "both"
         )
     if preset is not None:
         expert_weights = engine_config(engine_settings(settings)).expert_weights
@@ -239,8 +242,8 @@ def plan(
     preset: Annotated[
         str | None,
         typer.Option(
-            help="Computed costs, several with commas between: h100, h200, cpu, or data sheets of "
-            "your own, FILE.toml."
+            help="Computed costs, several with commas between: h100, h200, gh200, cpu, or data "
+            "sheets of your own, FILE.toml."
         ),
     ] = None,
     workload: Annotated[

@@ -22,6 +22,8 @@ from qllm.sim.timeline import SimCosts, Work
 from qllm.workloads.capacity import Capacity
 
 VERSION = 1
+_NEWER = ("move_token_ns", "task_ns", "out_token_ns", "in_token_ns")
+"""Keys of `SimCosts` that older files lack."""
 _PROBE_TOKENS = 1024
 """Tokens of the prompt and the context for which `capacity` is computed."""
 
@@ -89,7 +91,7 @@ class CostFile(_Strict):
     @field_validator("costs")
     @classmethod
     def _all_costs(cls, value: dict[str, float]) -> dict[str, float]:
-        value = {"move_token_ns": 0.0, "task_ns": 0.0, **value}  # older files lack these keys
+        value = {**dict.fromkeys(_NEWER, 0.0), **value}
         _check_names(value, [f.name for f in fields(SimCosts)])
         for name, number in value.items():
             if not 0 <= number < float("inf"):

@@ -244,13 +244,17 @@ class Hardware:
     step_ns: float
     """Nanoseconds per step: deciding, preparing inputs, sampling."""
     overlap: bool
+    out_bytes_per_ns: float = 0.0
+    """Bandwidth of the link by which KV leaves for main memory; 0 for KV that stays."""
+    in_bytes_per_ns: float = 0.0
+    """Bandwidth of the link by which KV comes back, at the same time."""
     threads: int | None = None
 
 
 HARDWARE: dict[str, Hardware] = {
     "h100": Hardware(
         title="NVIDIA H100 SXM5 80 GB",
-        source="data sheet: 3.35 TB/s, 989 TFLOPS dense bfloat16",
+        source="data sheet: 3.35 TB/s, 989 TFLOPS dense bfloat16, PCIe 5 of 64 GB/s each way",
         bytes_per_ns=3350,
         flops_per_ns=989e3,
         memory_bytes=80e9,
@@ -262,10 +266,12 @@ HARDWARE: dict[str, Hardware] = {
         op_ns=8_000,
         step_ns=500_000,
         overlap=True,
+        out_bytes_per_ns=64,
+        in_bytes_per_ns=64,
     ),
     "h200": Hardware(
         title="NVIDIA H200 SXM 141 GB",
-        source="data sheet: 4.8 TB/s, 989 TFLOPS dense bfloat16",
+        source="data sheet: 4.8 TB/s, 989 TFLOPS dense bfloat16, PCIe 5 of 64 GB/s each way",
         bytes_per_ns=4800,
         flops_per_ns=989e3,
         memory_bytes=141e9,
@@ -277,6 +283,25 @@ HARDWARE: dict[str, Hardware] = {
         op_ns=8_000,
         step_ns=500_000,
         overlap=True,
+        out_bytes_per_ns=64,
+        in_bytes_per_ns=64,
+    ),
+    "gh200": Hardware(
+        title="NVIDIA GH200 96 GB",
+        source="data sheet: 4 TB/s, 989 TFLOPS dense bfloat16, NVLink-C2C of 450 GB/s each way",
+        bytes_per_ns=4000,
+        flops_per_ns=989e3,
+        memory_bytes=96e9,
+        read_part=0.8,
+        dense_part=0.6,
+        expert_part=0.4,
+        attn_part=0.4,
+        glue_bytes_per_ns=2400,
+        op_ns=8_000,
+        step_ns=500_000,
+        overlap=True,
+        out_bytes_per_ns=450,
+        in_bytes_per_ns=450,
     ),
     "cpu": Hardware(
         title="one core of a Zen 4 server",
@@ -429,6 +454,10 @@ def _roofline(machine: Hardware, spec: ModelSpec) -> SimCosts:
     def glue(passes: int) -> float:
         return passes * spec.hidden_size * _ITEM_BYTES / machine.glue_bytes_per_ns
 
+    def copy(bytes_per_ns: float) -> float:
+        token_bytes = spec.kv_values * spec.num_hidden_layers * _ITEM_BYTES
+        return token_bytes / (bytes_per_ns * machine.read_part) if bytes_per_ns else 0.0
+
     scores = 2 * spec.num_attention_heads * spec.head_dim
     return SimCosts(
         overlap=machine.overlap,
@@ -453,4 +482,6 @@ def _roofline(machine: Hardware, spec: ModelSpec) -> SimCosts:
         head_row_ns=compute(spec.head_weights, machine.dense_part),
         step_ns=machine.step_ns,
         step_row_ns=0.0,
+        out_token_ns=copy(machine.out_bytes_per_ns),
+        in_token_ns=copy(machine.in_bytes_per_ns),
     )

@@ -122,7 +122,7 @@ class SimulatedEngine:
             self.ingress,
             config.block_size,
         )
-        simulated = round(self.runner.costs.move_token_ns)
+        simulated = round(self.runner.costs.swap_token_ns)
         move_ns = simulated if move_token_ns is None else move_token_ns
         scheduler = Scheduler(policy, shape, self.runner.cuts, limits_of(config))
         caches = has_tokens and config.prefix_cache is not False

@@ -59,6 +59,8 @@ class _SimRequest:
     """Drafted tokens after the known tokens."""
     drafted: int = 0
     """End of the tokens of the finished draft rows; 0 without such rows."""
+    there_ns: int = 0
+    """Time when the request's KV is where its last move brought it."""
 
 
 @dataclass(slots=True)
@@ -107,6 +109,10 @@ class SimRunner:
         self.frames: dict[int, _SimFrame] = {}
         self._holders: dict[int, set[RequestId]] = {}
         """Requests that hold a KV block."""
+        self._empty_ns: dict[int, int] = {}
+        """Time when the KV of a released block is copied out, per block that was swapped out."""
+        self._out_ns = self._in_ns = 0
+        """Times when the link's last copy ends, per direction."""
         self.is_right: Callable[[], bool] = lambda: True
         """Function that decides whether a draft row chooses the token that the model chooses."""
         self.rejected_work = 0
@@ -183,12 +189,25 @@ class SimRunner:
     def swap_out(self, request_id: RequestId) -> None:
         """Keep the computed tokens, and release the blocks."""
         self._move(request_id)
+        request = self.requests[request_id]
+        begin_ns = max(self.clock.at_ns, self._out_ns, request.there_ns)
+        self._out_ns = begin_ns + round(request.num_computed * self.costs.out_token_ns)
+        request.there_ns = self._out_ns
+        self._empty_ns |= dict.fromkeys(request.blocks, self._out_ns)
         self._give_back(request_id, 0)
 
     def swap_in(self, request_id: RequestId, table: Sequence[int]) -> None:
-        """Restore a request that was swapped out."""
+        """Restore a request that was swapped out, after its copy out and that of its new blocks."""
         self._move(request_id)
         self._hold(request_id, table)
+        request = self.requests[request_id]
+        begin_ns = max(self.clock.at_ns, self._in_ns, request.there_ns, self._when_empty(table))
+        self._in_ns = begin_ns + round(request.num_computed * self.costs.in_token_ns)
+        request.there_ns = self._in_ns
+
+    def _when_empty(self, blocks: Sequence[int]) -> int:
+        """Return the time when all blocks may be written."""
+        return max((self._empty_ns.get(block, 0) for block in blocks), default=0)
 
     def _move(self, request_id: RequestId) -> None:
         """Advance the clock by the time of moving KV, as if the move blocked the machine."""
@@ -196,7 +215,7 @@ class SimRunner:
         self.clock.at_ns += round(num_tokens * self.costs.move_token_ns)
 
     def copy_ahead(self, request_ids: Sequence[RequestId]) -> None:
-        """Do nothing, because swapping takes no time."""
+        """Do nothing: every swap pays for its whole copy."""
 
     def refer(self, request_id: RequestId, table: Sequence[int], num_tokens: int) -> None:
         """Use KV in the blocks of other requests."""
@@ -268,6 +287,8 @@ class SimRunner:
             if not request.num_computed <= row.lo <= begun or row.hi > most:
                 raise InvariantError(f"{row} against {request}")
             frame.reached[row.request_id] = row.start_layer
+            copied_ns = max(request.there_ns, self._when_empty(blocks))
+            self.clock.at_ns = max(self.clock.at_ns, copied_ns)
         self.frames[program.frame_id] = frame
         self._between_runs(program)
 

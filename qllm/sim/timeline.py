@@ -106,8 +106,17 @@ class SimCosts:
     step_row_ns: float = 0
     move_token_ns: float = 0
     """Time to move one token's KV out of its blocks, or back. It is 0 if KV stays, as on a CPU."""
+    out_token_ns: float = 0
+    """Time to copy one token's KV out over a link, beside computation; 0 without a link."""
+    in_token_ns: float = 0
+    """Time to copy one token's KV back. Copies out and copies back run at the same time."""
     skew: float = 0.0
     """Skew of the experts' popularity; see `expert_coverage`."""
+
+    @property
+    def swap_token_ns(self) -> float:
+        """Return the time until one token's KV is out, or back; the slower direction counts."""
+        return self.move_token_ns + max(self.out_token_ns, self.in_token_ns)
 
     def distinct_experts(self, num_tokens: int, shape: ModelShape) -> int:
         """Return the number of experts that an EXPERTS op loads, each a boundary inside the op."""

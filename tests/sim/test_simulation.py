@@ -239,7 +239,7 @@ def test_a_config_is_read_under_the_names_it_uses() -> None:
 
 
 def test_presets_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"unknown preset 'b200'; known: h100, h200, cpu"):
+    with pytest.raises(ConfigError, match=r"unknown preset 'b200'; known: h100, h200, gh200, cpu"):
         preset("b200", "qwen3-moe")
     with pytest.raises(ConfigError, match=r"93 GB of weights.*80 GB"):
         preset("h100", "mixtral")
