@@ -10,6 +10,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -242,7 +243,8 @@ def write_result(path: Path, text: str) -> None:
 
 
 def print_result(result: dict[str, Any], out: Path | None) -> None:
-    """Print a result as one line of JSON, the last line, and write it to a file."""
+    """Print a result as one line of JSON, the last line, with its time; write it to a file."""
+    result = {"at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())} | result
     print(json.dumps(result, separators=(",", ":")), flush=True)
     if out is not None:
         write_result(out, json.dumps(result, indent=1))
@@ -255,9 +257,10 @@ class Line(NamedTuple):
     """Quantity, and its unit where `value` has none."""
     value: str
     """Measured value, with an interval where there is one."""
-    target: str = ""
+    target: str = "printed"
+    """Target, or "printed" for a number that cannot miss: a control, a floor or a count."""
     reached: bool | None = None
-    """True if the value reaches its target; None for a number without a target."""
+    """True if the value reaches its target; None for a number that is only printed."""
 
 
 def at_most(name: str, value: float, target: float, digits: int = 1) -> Line:
@@ -286,8 +289,10 @@ class Table:
     def __init__(self) -> None:
         self.lines: list[Line] = []
 
-    def add(self, name: str, value: str, target: str = "", reached: bool | None = None) -> None:
-        """Add a row and print it; `reached` is None for a number without a target."""
+    def add(
+        self, name: str, value: str, target: str = "printed", reached: bool | None = None
+    ) -> None:
+        """Add a row and print it; `reached` is None for a number that is only printed."""
         self.lines.append(Line(name, value, target, reached))
         mark = {True: "ok", False: "MISSED", None: ""}[reached]
         print(f"{name:<58} {value:<34} {target:<14} {mark}", flush=True)

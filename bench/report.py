@@ -1,18 +1,23 @@
 """Write the pages and figures of docs/results from the committed results: one command.
 
     python -m bench.report
+    python -m bench.report --check    only say what is wrong with the results; status 1 if anything
 
 Every number of the pages is read from `bench/results/`: the JSON documents that the benchmarks
 wrote there, or printed as their last line. Rows that miss their target are marked, and listed at
 the end of the index.
 """
 
+import argparse
 import json
 from functools import partial
 from typing import Any
 
 from bench.papers.rows import markdown
 from bench.report_agents import agents_part, draw_agents
+from bench.report_check import NOT_AGAIN, SINCE, problems
+from bench.report_claims import PAGE as PAPERS
+from bench.report_claims import elsewhere, with_rows
 from bench.report_gpu import gpu_part
 from bench.report_index import headlines
 from bench.report_layout import fold
@@ -287,13 +292,27 @@ def index(documents: dict[str, dict[str, Any]]) -> list[str]:
     return [*lines, *(f"- {cell(line)} ({name})" for name, line in losing(documents))]
 
 
+def with_reason(name: str, lines: list[str]) -> list[str]:
+    """Return the lines of a result; behind its machine, the reason why it was not made again."""
+    if name not in NOT_AGAIN:
+        return lines
+    first = next(i for i, line in enumerate(lines) if line.startswith("- "))
+    reason = f"- older than {SINCE}, and not measured again: {NOT_AGAIN[name]}"
+    return [*lines[: first + 1], reason, *lines[first + 1 :]]
+
+
 def pages(documents: dict[str, dict[str, Any]]) -> dict[str, str]:
     """Return the text of each page by its name."""
     found = {"index": index(documents)}
     for topic, (title, names) in TOPICS.items():
         parts = [
-            line for name in names if name in documents for line in PARTS[name](documents[name])
+            line
+            for name in names
+            if name in documents
+            for line in with_reason(name, PARTS[name](documents[name]))
         ]
+        if topic == "papers":
+            parts += elsewhere(documents)
         if parts:
             found[topic] = [f"# {title}", "", "[All results](index.md)", *parts]
     return {name: "\n".join(fold(lines)).rstrip() + "\n" for name, lines in found.items()}
@@ -309,8 +328,15 @@ def read() -> dict[str, dict[str, Any]]:
 
 
 def main() -> None:
-    """Write the pages and draw their figures."""
+    """Write the pages and draw their figures, or check the results."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="only say what is wrong")
     documents = read()
+    if parser.parse_args().check:
+        found = problems(documents)
+        print("\n".join(found) or "every row has a target and a source, of a tree that is there")
+        raise SystemExit(bool(found))
+    PAPERS.write_text(with_rows(PAPERS.read_text(), documents))
     PAGES.mkdir(exist_ok=True)
     for name, text in pages(documents).items():
         (PAGES / f"{name}.md").write_text(text)

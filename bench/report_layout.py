@@ -51,10 +51,11 @@ def _wrapped(block: Sequence[str]) -> list[str]:
     found = ITEM.match(block[0])
     lead = found[0] if found else ""
     words = " ".join([block[0][len(lead) :], *block[1:]])
-    return _wrap(words, lead)
+    return wrapped(words, lead)
 
 
-def _wrap(words: str, lead: str) -> list[str]:
+def wrapped(words: str, lead: str) -> list[str]:
+    """Return words in lines that fit; `lead` begins the first, and later ones are indented."""
     return textwrap.wrap(
         " ".join(words.split()), WIDTH, initial_indent=lead, subsequent_indent=" " * len(lead),
         break_long_words=False, break_on_hyphens=False,
@@ -101,4 +102,4 @@ def _item(head: Sequence[str], row: Sequence[str]) -> list[str]:
     """Return a row as an item: its first cell, then each other cell behind its title."""
     titles = ["" if title == "measured" else title for title in head[1:]]
     named = [f"{title} {cell}".strip() for title, cell in zip(titles, row[1:], strict=True) if cell]
-    return _wrap(f"{row[0]}: {'; '.join(named)}" if named else row[0], "- ")
+    return wrapped(f"{row[0]}: {'; '.join(named)}" if named else row[0], "- ")

@@ -3,11 +3,11 @@
     python -m bench.papers.papers                     all parts, about an hour on a quiet machine
     python -m bench.papers.papers --quick             the same parts with a tiny model: to debug
     python -m bench.papers.papers --parts layered,kv  some of them; the others stay in the results
-    python -m bench.papers.papers --arms vllm-512 --install   install the peers of the row on hogs
+    python -m bench.papers.papers --arms vllm-512 --install   install the peers
 
-Every row has a value, or the reason why it has none. After a part that failed, or whose KV pool
-never overflowed, the exit status is 1. Results are merged into
-`bench/results/papers.json` part by part. The very last line of stdout is one JSON document.
+Every row has a target, and a value or the reason why it has none. After a part that failed, the
+exit status is 1. Results are merged into `bench/results/papers.json` part by part. The very last
+line of stdout is one JSON document.
 """
 
 import os
@@ -36,7 +36,7 @@ from bench.common import (
     write_result,
 )
 from bench.papers.parts import CLAIMS, PARTS
-from bench.papers.rows import FULL, QUICK, Row, World
+from bench.papers.rows import FULL, QUICK, Row, World, losing
 from bench.serving.servers import PEERS
 
 FILE = RESULTS / "papers.json"
@@ -50,7 +50,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--parts", default=",".join(PARTS), help="with commas between")
     parser.add_argument("--seeds", default="", help="of the live windows, with commas between")
-    parser.add_argument("--arms", default=ARMS, help=f"peers beside hogs, of {', '.join(PEERS)}")
+    parser.add_argument("--arms", default=ARMS, help=f"peers, of {', '.join(PEERS)}")
     parser.add_argument("--install", action="store_true", help="install peers that are not there")
     parser.add_argument(
         "--out", type=result_file, default=FILE, help="results that this run is merged into"
@@ -78,6 +78,7 @@ def measure(world: World, name: str) -> dict[str, Any]:
     took, after = time.monotonic() - begin, busy_cores()
     for row in rows:
         print(f"{row.claim}\n    paper: {row.paper}\n    here:  {row.here or row.why_not}")
+        print(f"    asked: {row.target} ({row.way}; {row.reached})")
         print(f"    how:   {row.how}", flush=True)
     about = machine()
     return entry | {
@@ -98,6 +99,7 @@ def merge(path: Path | None, parts: dict[str, Any], config: dict[str, Any]) -> d
     found = document["parts"] | parts
     document |= {"machine": machine(), "config": config}
     document["parts"] = {name: found[name] for name in PARTS if name in found}
+    document["losing"] = losing(document["parts"])
     return dict(plain(document))
 
 

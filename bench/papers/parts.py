@@ -1,25 +1,32 @@
-"""The claims on layered prefill, on KV that overflows, and on busy processes next to the engine."""
+"""The claims on layered prefill, and on busy processes next to the engine; and all parts."""
 
 import os
 import random
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench.common import Estimate
+from bench.papers.prompts import PLA, STREAMS, laps_rows, stream_rows
 from bench.papers.rates import rate_rows
-from bench.papers.rows import BLINK, LAYERED, QLLM, SUPERINFER, Claim, Row, World
-from bench.policies.isolation import Evicted, held_row
+from bench.papers.rotation import rotation_rows
+from bench.papers.rows import (
+    BLINK,
+    LAYERED,
+    PRINTED,
+    QLLM,
+    SUPERINFER,
+    Claim,
+    Row,
+    Way,
+    World,
+)
+from bench.papers.servers import samples_of, started
 from bench.policies.live import Setting, Timing, run_requests
 from bench.serving.over_http import hogs
-from bench.serving.servers import PEERS, InstallError, Peer, Place, free_port, installed, serving
+from bench.serving.servers import PEERS, InstallError, Peer
 from qllm.config import EngineConfig
-from qllm.measure.random_moe import cache_dir, make_random_moe
 from qllm.sim.presets import preset
 from qllm.sim.run import simulate
 from qllm.types import Priority, Slo
@@ -28,7 +35,7 @@ from qllm.workloads.capacity import Capacity
 from qllm.workloads.client import send_http
 from qllm.workloads.generators import Workload
 from qllm.workloads.lengths import between
-from qllm.workloads.measure import Served, report
+from qllm.workloads.measure import SLO
 from qllm.workloads.spec import RequestSpec
 from qllm.workloads.tokens import with_tokens
 from qllm.workloads.traced import engine_report
@@ -95,8 +102,8 @@ def simulated_layered_rows(world: World) -> list[Row]:
         window = Timing(warmup_s=0.0, window_s=found.end_ns / 1e9, drain_s=0.0).window
         return _latencies(engine_report(found.trace, requests, window)["LS"], found.expert_loads)
 
-    how = f"simulated, {costs.machine}, {costs.model}, {count} prompts of 4,000-8,000 tokens"
-    return _compared(world, run, how)
+    how = f"{costs.machine}, {costs.model}, {count} prompts of 4,000-8,000 tokens"
+    return _compared(world, run, how, "simulated")
 
 
 def layered_rows(world: World) -> list[Row]:
@@ -117,88 +124,49 @@ def layered_rows(world: World) -> list[Row]:
         )
         return _latencies(found["classes"]["LS"], found["engine"]["expert_bytes"])
 
-    how = f"live, {scale.size} model, 1 thread, {len(requests)} prompts of {low:,}-{high:,} tokens"
-    return _compared(world, run, how)
+    how = f"{scale.size} model, 1 thread, {len(requests)} prompts of {low:,}-{high:,} tokens"
+    return _compared(world, run, how, "live")
 
 
-def _compared(world: World, run: Callable[[str], Latencies], how: str) -> list[Row]:
+def _compared(world: World, run: Callable[[str], Latencies], how: str, way: Way) -> list[Row]:
     chunked, layered = (run(name) for name in LAYERED_SETTINGS)
     how = f"{how} at {LAYERED_LOAD:.0%} of the rate that whole prefills allow"
     for name, found in zip(LAYERED_SETTINGS, (chunked, layered), strict=True):
         world.found[name] = found._asdict()
         if found.unfinished:
             how += f"; {found.unfinished} unfinished with {name} (lower bounds)"
-    return list(_layered_rows(chunked, layered, how))
+    return list(_layered_rows(chunked, layered, how, way))
 
 
-def _layered_rows(chunked: Latencies, layered: Latencies, how: str) -> Iterator[Row]:
+def layered_claim(name: str, what: str, paper: str, target: str, way: Way) -> Claim:
+    """Return a claim on layered prefill."""
+    text = f"layered / chunked (512), unsaturated: {what}"
+    return Claim(name, text, LAYERED, paper, target, way)
+
+
+def _layered_rows(chunked: Latencies, layered: Latencies, how: str, way: Way) -> Iterator[Row]:
     papers = {
-        "ttft_ms": ("TTFT, mean", "2.80 -> 1.24 s (0.44)"),
-        "e2e_ms": ("end to end, mean", "9.4 -> 5.5 s (0.59)"),
-        "expert_loads": ("expert weights read", "35.6 -> 21.7 TB (0.61)"),
-        "tbt_p99_ms": ("TBT p99", "-27 % (0.73)"),
+        "ttft_ms": ("L7", "TTFT, mean", "2.80 -> 1.24 s (0.44)", "<= 0.44"),
+        "e2e_ms": ("L8", "end to end, mean", "9.4 -> 5.5 s (0.59)", "<= 0.59"),
+        "expert_loads": ("L6", "expert weights read", "35.6 -> 21.7 TB (0.61)", "<= 0.61"),
+        "tbt_p99_ms": ("L10", "TBT p99", "-27 % (0.73)", "<= 0.73"),
     }
-    for key, (what, paper) in papers.items():
+    for key, claim in papers.items():
         over = getattr(layered, key) / getattr(chunked, key)
-        yield Row.of(
-            Claim(f"layered / chunked (512), unsaturated: {what}", LAYERED, paper),
-            f"{over:.2f}",
-            how,
-        )
-
-
-# KV that overflows
-
-
-class NoEvictionError(Exception):
-    """A run whose KV pool never overflowed, so that it shows nothing about evictions."""
-
-
-def kv_rows(world: World) -> list[Row]:
-    """Measure LS under BE that outgrows the KV pool, and tokens recomputed after evictions.
-
-    Raises:
-        NoEvictionError: No KV was evicted.
-    """
-    scale = world.scale
-    timing = scale.timing
-    if scale.size != "1m":
-        timing = replace(timing, window_s=16.0, drain_s=2.0)
-    found = held_row(world.bench, "S6", world.capacity, scale.seeds, timing, ("qllm2",))
-    evicted = Evicted.of(found["runs"], "qllm2")
-    for run in found["runs"]:
-        run.pop("samples", None)
-    world.found["S6"] = found
-    if not evicted.evictions:
-        raise NoEvictionError(
-            "S6 evicted nothing, so it says nothing of what evictions cost; lower max_kv_tokens "
-            "or make its window longer"
-        )
-    over: Estimate = found["over_alone"]["qllm2"]
-    how = (
-        f"live, {scale.size} model, S6: BE outgrows max_kv_tokens="
-        f"{found['scarce']['max_kv_tokens']:,}; there is no KV swap, so evictions recompute"
-    )
-    paper = "with swap: TTFT SLO attainment +74.7 points"
-    tokens = f"{evicted.recomputed_tokens:,} in {evicted.evictions:,} evictions"
-    return [
-        Row.of(Claim("tokens recomputed under KV shortage, qllm2", SUPERINFER, paper), tokens, how),
-        Row.of(
-            Claim("LS TTFT p99 under KV shortage / LS alone, qllm2", SUPERINFER, paper),
-            over.text(),
-            how,
-        ),
-    ]
+        yield Row.of(layered_claim(*claim, way), over, how)
 
 
 # hogs
 
 HOG_LOAD = 0.25
-HOG_CLAIM = Claim(
-    "p99 with a hog on every core / without: LS TTFT; TPOT, {arm}",
-    BLINK,
-    "vLLM 150 -> 20,959 ms TTFT; Blink's unchanged (second-hand)",
-)
+
+
+def hog_claim(arm: str, target: str = PRINTED) -> Claim:
+    """Return the claim on interference, for one arm."""
+    return Claim(
+        "B2", f"p99 with a hog on every core / without: LS TTFT, {arm}", BLINK,
+        "vLLM 150 -> 20,959 ms TTFT; Blink's unchanged (second-hand)", target,
+    )  # fmt: skip
 
 
 @contextmanager
@@ -249,12 +217,12 @@ def hog_rows(world: World) -> list[Row]:
     quiet = _p99s(_in_process(world, 1))
     with spinners() as count:
         hogged = _p99s(_in_process(world, 1))
-    named = HOG_CLAIM._replace(what=HOG_CLAIM.what.format(arm="qllm, one process and thread"))
-    how = f"live, Python API, {base}; {count} spinners"
+    named = hog_claim("qllm, one process and thread", "<= 1.3")
+    how = f"Python API, {base}; {count} spinners"
     rows = [_hog_row(named, quiet, hogged, how)]
     for name in ("qllm", *world.scale.arms):
-        claim = HOG_CLAIM._replace(what=HOG_CLAIM.what.format(arm=f"{name} over HTTP"))
-        how = f"live, HTTP, {base}, 1 thread; {count} spinners"
+        claim = hog_claim(f"{name} over HTTP", "<= 1.3" if name == "qllm" else PRINTED)
+        how = f"HTTP, {base}, 1 thread; {count} spinners"
         try:
             rows.append(_hog_row(claim, *_served_twice(world, PEERS[name]), how))
         except InstallError as error:
@@ -266,68 +234,39 @@ def hog_rows(world: World) -> list[Row]:
 def _hog_row(
     claim: Claim, quiet: tuple[float, float], hogged: tuple[float, float], how: str
 ) -> Row:
-    parts = [f"{b / a:.2f} ({a:,.1f} -> {b:,.1f} ms)" for a, b in zip(quiet, hogged, strict=True)]
-    return Row.of(claim, "; ".join(parts), how)
-
-
-def _home(world: World, peer: Peer) -> Path:
-    """Return the environment of a peer.
-
-    Raises:
-        InstallError: The peer is not installed, and this run may not install it or failed to.
-    """
-    cache = cache_dir() / "peers"
-    is_there = peer.environment is None or (cache / f"{peer.environment}.json").exists()
-    if not is_there and not world.scale.install:
-        raise InstallError(f"{peer.name} is not installed here; run with --install")
-    return installed(peer, cache)
+    ttft, tpot = ((b / a, f"{a:,.1f} -> {b:,.1f} ms") for a, b in zip(quiet, hogged, strict=True))
+    return Row.of(claim, ttft[0], how, more=f" ({ttft[1]}); TPOT {tpot[0]:.2f} ({tpot[1]})")
 
 
 def _served_twice(world: World, peer: Peer) -> tuple[tuple[float, float], tuple[float, float]]:
     """Return TTFT and TPOT p99 of one server, quiet and hogged."""
-    from transformers import AutoTokenizer
-
     requests, timing = _chats(world, 1)
     arrivals = with_tokens(requests, world.bench.corpus)
-    model = make_random_moe(size=world.scale.size, seed=0)
-    place = Place(_home(world, peer), model, free_port(), 1)
-    server = peer.server(place, AutoTokenizer.from_pretrained(model))
-    with (
-        tempfile.TemporaryDirectory(prefix="qllm-papers-") as folder,
-        serving(peer, place, Path(folder) / "log"),
-    ):
-        send_http(server, [replace(a, at_s=0.0, max_tokens=4) for a in arrivals[:2]], 5.0)
+    slos = {Priority.LS: SLO}
+    with started(world, peer, requests) as server:
         quiet = send_http(server, arrivals, timing.total_s)
         with spinners():
             hogged = send_http(server, arrivals, timing.total_s)
-    return _judged(quiet, timing, peer), _judged(hogged, timing, peer)
-
-
-def _judged(served: Sequence[Served], timing: Timing, peer: Peer) -> tuple[float, float]:
-    errors = report(served, timing.window)["LS"]["errors"]
-    if errors:
-        said = next(s.error for s in served if s.error)
-        raise RuntimeError(f"{errors} requests to {peer.name} failed: {said}")
-    return _p99s(
-        {
-            "ttft_ms": [s.ttft_ms(timing.total_s) for s in served],
-            "tpot_ms": [t for s in served if (t := s.tpot_ms) is not None],
-        }
-    )
+    first, second = (samples_of(x, timing, slos, peer)["samples"] for x in (quiet, hogged))
+    return _p99s(first), _p99s(second)
 
 
 PARTS: dict[str, Callable[[World], list[Row]]] = {
     "rates": rate_rows,
     "layered-sim": simulated_layered_rows,
     "layered": layered_rows,
-    "kv": kv_rows,
+    "rotation": rotation_rows,
+    "laps": laps_rows,
+    "streams": stream_rows,
     "hogs": hog_rows,
 }
 CLAIMS = {
-    "rates": Claim("LS TTFT, turnaround, SLO attainment and throughput", QLLM, "65.2x, 12.8x"),
-    "layered-sim": Claim("layered / chunked (512), unsaturated", LAYERED, "0.44 of the TTFT"),
-    "layered": Claim("layered / chunked (512), unsaturated", LAYERED, "0.44 of the TTFT"),
-    "kv": Claim("tokens recomputed under KV shortage, qllm2", SUPERINFER, "+74.7 points"),
-    "hogs": HOG_CLAIM._replace(what="p99 with a hog on every core / without"),
+    "rates": Claim("Q13", "LS TTFT, turnaround, SLO and throughput", QLLM, "65.2x", ">= 65.2"),
+    "layered-sim": layered_claim("L7", "all numbers", "0.44 of the TTFT", "<= 0.44", "simulated"),
+    "layered": layered_claim("L7", "all numbers", "0.44 of the TTFT", "<= 0.44", "live"),
+    "rotation": Claim("SI6", "targets met", SUPERINFER, "+74.7 points", ">= 74.7"),
+    "laps": Claim("P10", "TTFT p90 of short prompts: laps / fcfs", PLA, "-30 %", "<= 0.7"),
+    "streams": Claim("S9", "TTFT in pieces / whole", STREAMS, "3.9 to 4.3x lower", "<= 0.25"),
+    "hogs": hog_claim("all arms"),
 }
 """Claims of the parts, for the row of a part that failed."""

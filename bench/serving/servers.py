@@ -261,6 +261,14 @@ PEERS: dict[str, Peer] = {
             for name, more in VLLM_ARMS.items()
         ),
         Peer(
+            name="vllm-scarce",  # KV for two requests of 352 tokens, in blocks of 128
+            environment=VLLM_HOME,
+            install=_vllm,
+            command=_vllm_command("--num-gpu-blocks-override", "6", *SEATS),
+            variables=_vllm_variables,
+            bodies=CLASSES,
+        ),
+        Peer(
             name="transformers",
             environment="transformers",
             install=_transformers,

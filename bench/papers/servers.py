@@ -1,0 +1,105 @@
+"""Servers of the papers' model: ours and peers over HTTP, started for one run each."""
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bench.papers.rows import World
+from bench.policies.live import Timing
+from bench.serving.servers import PEERS, InstallError, Peer, Place, free_port, installed, serving
+from qllm.measure.random_moe import cache_dir, make_random_moe
+from qllm.types import Priority, Slo
+from qllm.workloads.client import Server, send_http
+from qllm.workloads.measure import Served, report
+from qllm.workloads.spec import RequestSpec
+from qllm.workloads.tokens import with_tokens
+
+WARM_S = 5.0
+"""Seconds in which a new server answers two short requests."""
+
+
+def home_of(world: World, peer: Peer) -> Path:
+    """Return the environment of a peer.
+
+    Raises:
+        InstallError: The peer is not installed, and this run may not install it or failed to.
+    """
+    cache = cache_dir() / "peers"
+    is_there = peer.environment is None or (cache / f"{peer.environment}.json").exists()
+    if not is_there and not world.scale.install:
+        raise InstallError(f"{peer.name} is not installed here; run with --install")
+    return installed(peer, cache)
+
+
+@contextmanager
+def started(world: World, peer: Peer, warm: Sequence[RequestSpec]) -> Iterator[Server]:
+    """Start a server, and send it the first two requests with four tokens each.
+
+    Raises:
+        InstallError: The peer is not there.
+    """
+    from transformers import AutoTokenizer
+
+    model = make_random_moe(size=world.scale.size, seed=0)
+    place = Place(home_of(world, peer), model, free_port(), 1)
+    server = peer.server(place, AutoTokenizer.from_pretrained(model))
+    with (
+        tempfile.TemporaryDirectory(prefix="qllm-papers-") as folder,
+        serving(peer, place, Path(folder) / "log"),
+    ):
+        arrivals = with_tokens(list(warm[:2]), world.bench.corpus)
+        send_http(server, [replace(a, at_s=0.0, max_tokens=4) for a in arrivals], WARM_S)
+        yield server
+
+
+def rows_of_server(
+    world: World,
+    arm: str,
+    requests: Sequence[RequestSpec],
+    timing: Timing,
+    slo: Slo,
+    be_slo: Slo | None = None,
+) -> dict[str, Any]:
+    """Serve requests by a server; return what `bench.policies.live.run_requests` returns of them.
+
+    Without requests, only check that the server is installed.
+
+    Raises:
+        InstallError: The peer is not there.
+    """
+    peer = PEERS[arm]
+    home_of(world, peer)
+    if not requests:
+        return {}
+    with started(world, peer, requests) as server:
+        arrivals = with_tokens(requests, world.bench.corpus)
+        served = send_http(server, arrivals, timing.total_s)
+    return samples_of(served, timing, {Priority.LS: slo, Priority.BE: be_slo or Slo()}, peer)
+
+
+def samples_of(
+    served: Sequence[Served], timing: Timing, slos: Mapping[int, Slo], peer: Peer
+) -> dict[str, Any]:
+    """Return the classes and the samples of LS.
+
+    Raises:
+        RuntimeError: A request failed.
+    """
+    found = report(served, timing.window, slos)
+    if errors := sum(of["errors"] for of in found.values()):
+        said = next(s.error for s in served if s.error)
+        raise RuntimeError(f"{errors} requests to {peer.name} failed: {said}")
+    window = timing.window
+    counted = [s for s in served if s.spec.priority == Priority.LS and window.counts(s.spec)]
+    return {
+        "classes": {name: found[name] for name in ("LS", "BE") if name in found},
+        "samples": {
+            "ttft_ms": [s.ttft_ms(window.stop_s) for s in counted],
+            "tpot_ms": [t for s in counted if (t := s.tpot_ms) is not None],
+            "e2e_ms": {s.spec.name: s.e2e_ms(window.stop_s) for s in counted},
+            "met": sum(s.meets(slos[Priority.LS]) for s in counted),
+        },
+    }
