@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from bench.energy import nvml_joules
 from bench.gpu.check import ROOT
 from bench.gpu.exact import exact
 from bench.gpu.kernels import ceilings, kernel_rows
@@ -95,18 +96,6 @@ def make_model(part: Part, name: str) -> Any:
     return model.train(False)
 
 
-def energy_j() -> float | None:
-    """Return the joules of the GPU since the driver was loaded; None without NVML."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-        return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
-    except Exception:  # noqa: BLE001 - no NVML, no number
-        return None
-
-
 def device_allocs() -> int:
     """Return the number of torch's memory requests to the driver."""
     return int(torch.cuda.memory_stats().get("num_device_alloc", 0))
@@ -173,7 +162,7 @@ def mixed(
     new = 6 if part.dry else 40
     with engine_of(part, model, policy) as engine:
         engine.submit(prompt(rng, short, vocab), "LS", new, sampling=GREEDY).result(120)
-        before, joules, allocs = engine.stats(), energy_j(), device_allocs()
+        before, joules, allocs = engine.stats(), nvml_joules(), device_allocs()
         flood: list[Any] = []
         done_be, ls, begin = 0, [], time.monotonic()
         due = begin + rng.expovariate(rate)
@@ -188,7 +177,7 @@ def mixed(
                 due += rng.expovariate(rate)
             time.sleep(0.002)
         results = [handle.result(120).metrics for handle in ls]
-        after, spent, allocs = engine.stats(), energy_j(), device_allocs() - allocs
+        after, spent, allocs = engine.stats(), nvml_joules(), device_allocs() - allocs
         be_tokens = done_be * (long + new)
         for handle in flood:
             handle.cancel()

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from bench.common import Estimate, estimate, median, paired, quantile
+from bench.energy import per_ktok
 from bench.papers.rows import PRINTED, QLLM, Claim, Row, Scale, World
 from bench.papers.servers import rows_of_server
 from bench.policies.live import Setting, Timing, run_requests
@@ -48,6 +49,8 @@ class Point:
     """LS requests unfinished at the end of the run: latencies are lower bounds."""
     tokens_per_s: list[float] = field(default_factory=list)
     be_per_s: list[float] = field(default_factory=list)
+    energy: list[dict[str, float | None]] = field(default_factory=list)
+    """Joules and computed tokens of each run; empty for other servers."""
 
     def add(self, run: Mapping[str, Any]) -> None:
         """Add a seed's run."""
@@ -63,6 +66,8 @@ class Point:
         }
         self.tokens_per_s.append(sum(rates.values()))
         self.be_per_s.append(rates.get("BE", 0.0))
+        if engine := run.get("engine"):
+            self.energy.append({n: engine[n] for n in ("joules", "computed_tokens")})
 
     @property
     def attainment(self) -> float | None:
@@ -216,6 +221,7 @@ def point_json(point: Point) -> dict[str, Any]:
         "ls_open_at_the_end": point.open,
         "tokens_per_s": median(np.array(point.tokens_per_s)),
         "be_tokens_per_s": median(np.array(point.be_per_s)),
+        "energy": per_ktok(point.energy),
     }
 
 
@@ -303,7 +309,7 @@ def throughput_rows(points: Points, rates: Mapping[float, float], how: str) -> I
                 if not ratios:
                     yield Row.of(claim, None, how, f"{BASE} computed no such token")
                     continue
-                yield Row.of(claim, paired(ratios), how)
+                yield Row.of(claim, paired(ratios), f"{how}; {per_ktok(point.energy)}")
 
 
 def frontier_rows(

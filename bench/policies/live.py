@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from bench.energy import Meter, computed_tokens
 from qllm import QLLMEngine
 from qllm.measure.bench import corpus_of
 from qllm.measure.random_moe import make_random_moe
@@ -169,7 +170,9 @@ def run_requests(
     begin = time.monotonic()
     arrivals = with_tokens(requests, bench.corpus)
     with bench.engine(setting, **changes) as engine:
+        meter = Meter()
         run = send(engine, arrivals, timing.total_s)
+        joules = meter.joules()
         stats = engine.stats()
         policy = repr(engine.policy)
         bound = getattr(engine.policy, "max_be_stall_ms", None)
@@ -188,6 +191,8 @@ def run_requests(
             "longest_segment_ms": stats["longest_segment_ms"],
             "longest_segment_kind": stats["longest_segment_kind"],
             "policy_errors": stats["policy_errors"],
+            "joules": joules,
+            "computed_tokens": computed_tokens(run.trace),
         },
         "offered_per_s": {Priority(p).name: rate for p, rate in offered.items()},
         "client_late_ms": run.max_lag_ms,
