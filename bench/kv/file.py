@@ -86,10 +86,16 @@ class _Traffic:
 
     Half of the pages in the file are loaded for best effort again and again, beyond RAM; the other
     half is displaced and stored again.
+
+    Args:
+        engine: Engine with a file of KV.
+        loads: True to load.
+        stores: True to store.
     """
 
-    def __init__(self, engine: QLLMEngine) -> None:
+    def __init__(self, engine: QLLMEngine, loads: bool = True, stores: bool = True) -> None:
         self._engine = engine
+        self._loads, self._stores = loads, stores
         self._prefix = engine._client._core.loop.prefix  # type: ignore[attr-defined]
         self._tier: FileTier = self._prefix.tier
         names = self._prefix.store.names()
@@ -106,9 +112,9 @@ class _Traffic:
     def _move(self) -> None:
         while not self._stop.wait(0.005):
             tier = self._tier
-            if not tier._loads:
+            if self._loads and not tier._loads:
                 self._engine.call(self._load)
-            if not tier._writing and not tier.has_unsaved:
+            if self._stores and not tier._writing and not tier.has_unsaved:
                 self._engine.call(self._store)
 
     def _load(self) -> None:
@@ -163,11 +169,27 @@ def _chats(
     return [r.metrics.ttft_ms or 0.0 for r in found], [r.token_ids for r in found]
 
 
+RATE_S = 3.0
+"""Seconds of each measurement of the mover's rate."""
+DIRECTIONS = {"loads": (True, False), "stores": (False, True), "both": (True, True)}
+
+
+def _rates(engine: QLLMEngine) -> dict[str, float]:
+    """Return GB per second of loads alone, stores alone, and both at once, without requests."""
+    found = {}
+    for name, (loads, stores) in DIRECTIONS.items():
+        begin, traffic = time.monotonic(), _Traffic(engine, loads, stores)
+        time.sleep(RATE_S)
+        moved = sum(traffic.stop())
+        found[name] = moved / (time.monotonic() - begin) / 1e9
+    return found
+
+
 def mover_row(model: str, num: int) -> dict[str, Any]:
     """Measure LS chats over best effort, in turns with a busy mover and an idle one.
 
-    The row ends when 1 GB was loaded and 1 GB stored. It has TTFT, duration of preemption, and
-    stalls of BE.
+    The row ends when 1 GB was loaded and 1 GB stored. It has TTFT, duration of preemption, stalls
+    of BE, and the rates of loads alone, stores alone and both at once.
     """
     folder = tempfile.mkdtemp(prefix="qllm-kv-")
     found: dict[str, dict[str, list[float]]] = {
@@ -195,6 +217,7 @@ def mover_row(model: str, num: int) -> dict[str, Any]:
                 same &= tokens["busy"] == tokens["idle"]
                 rounds += 1
             late = core.kept._tier.counts.late
+            rates = _rates(engine)
     finally:
         shutil.rmtree(folder)
     busy, idle = found["busy"], found["idle"]
@@ -209,6 +232,9 @@ def mover_row(model: str, num: int) -> dict[str, Any]:
         "preemptions": {name: len(arm["preempt_ms"]) for name, arm in found.items()},
         "be_stall_max_ms": {name: max(arm["stall_ms"]) for name, arm in found.items()},
         "be_stall_bound_ms": 1000,
+        "gb_per_s": rates,
+        "both_asked": 1.6,
+        "preempt_asked": 1.3,
         "read_bytes": moved[0],
         "written_bytes": moved[1],
         "late": late,

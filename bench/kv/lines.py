@@ -127,7 +127,20 @@ def _mover(row: Row) -> list[Line]:
     gb = "; ".join(f"{row[name] / 1e9:.1f} GB" for name in ("read_bytes", "written_bytes"))
     what = f"LS TTFT p99 while KV moves both ways ({gb}), {row['chats']} chats, over an idle mover"
     stalls = row["be_stall_max_ms"]
+    more = []
+    if rates := row.get("gb_per_s"):  # older results lack it
+        one = max(rates["loads"], rates["stores"])
+        each = "; ".join(f"{name} {rate:.2f}" for name, rate in rates.items())
+        preempt = row["preempt_p99_ms"]
+        more = [
+            at_least("  GB/s both ways at once, over the faster way alone", rates["both"] / one,
+                     row["both_asked"]),
+            Line("  GB/s", each),
+            at_most("  preemption p99, busy / idle", preempt["busy"] / preempt["idle"],
+                    row["preempt_asked"], 2),
+        ]  # fmt: skip
     return [
+        *more,
         at_most(what, row["busy_over_idle"], row["asked"], 2),
         Line("  p50", f"{row['busy_over_idle_p50']:.2f}"),
         Line(
