@@ -171,7 +171,10 @@ def _depths(
     )
     kinds = tuple(found.depths[0].agreement)
     print_table(("depth", "agrees", *kinds, *OF_BINS), _depth_answers(found))
-    served = ("depth", "tokens/s alone", f"{found.batch} together", "weights, MiB", "KV tokens")
+    served = (
+        "depth", "tokens/s alone", f"{found.batch} together", "of a prompt", "weights, MiB",
+        "KV tokens",
+    )  # fmt: skip
     print_table(served, _depth_speeds(found))
     typer.echo(
         "agreement: part of the positions at which this depth would choose the token of the whole "
@@ -259,6 +262,7 @@ def _depth_speeds(found: "DepthProfile") -> Iterator[tuple[str, ...]]:
             f"{one.depth} of {found.layers}",
             f"{one.alone_per_s:,.0f}",
             f"{one.batch_per_s:,.0f}",
+            f"{one.prompt_per_s:,.0f}",
             f"{one.weight_bytes / MIB:,.1f}",
             f"{one.kv_tokens:,}",
         )

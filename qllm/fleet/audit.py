@@ -90,7 +90,8 @@ def num_differing(
     The answer must be greedy: a token that was drawn differs from the most likely one by chance.
 
     Args:
-        token_ids: Tokens of the prompt and of the answer.
+        token_ids: Tokens of the prompt and of the answer. For a candidate that only reads them:
+            the token that it chooses at each position.
         scores: The whole model's log-probabilities of these tokens (`Result.prompt_logprobs` of a
             request with `prompt_logprobs` of at least 1), one per token. None only for the first.
         begin: Number of tokens of the prompt.

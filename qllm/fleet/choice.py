@@ -3,13 +3,15 @@
 A candidate is closed until audits show that its rate of disagreement is within the bound. Then the
 fastest open candidate serves. It is left for one of three reasons:
 
-    an audit's bound is above `max_disagreement`      closed: deepen or switch at once
-    more than 50 of its last 100 tokens are low       it rests: deepen or switch, by cost
-    every 150 requests, 5 requests of each are timed  the fastest by a margin serves
+    an audit's bound is above `max_disagreement`   closed: deepen or switch at once
+    more than 50 of its last 100 tokens are low    it rests: deepen or switch, by cost
+    every 150 requests all are compared            another is faster by a margin
 
 The constants are those of HELIOS (arXiv:2504.10724): 3 candidates, 5 requests, 50 of 100 tokens,
-150 requests. HELIOS has no audits, and times candidates before it knows their loss. Here a closed
-candidate never answers: it reads answers of the whole model (`shadowed`) until its audits are good.
+150 requests. HELIOS has no audits, and serves 5 requests with each candidate before it knows their
+loss. Here a closed candidate never answers: it reads audited answers (`shadowed`) until its own
+audits are good. The profile has its speed. After a change the last 5 requests of both candidates
+correct it. Requests that run beside those of another candidate would not tell its speed.
 
 This module has no clock and no chance. Time is counted in tokens and requests.
 """
@@ -20,7 +22,10 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from qllm.errors import ConfigError, shown
-from qllm.fleet.audit import Audits, Estimate
+from qllm.fleet.audit import SHARE, Audits, Estimate, is_audited
+
+DENSE = 2
+"""Answers that a closed candidate reads before only a share is audited, in `Rules.trials`."""
 
 
 class Candidate(NamedTuple):
@@ -45,8 +50,7 @@ class Rules(NamedTuple):
     """Bound of the rate at which tokens of a lossy answer differ from the whole model's."""
     num_candidates: int = 3
     trials: int = 5
-    """Requests of each open candidate that are timed together, and least audits before one opens.
-    """
+    """Requests that tell a candidate's speed, and fewest audited answers before one opens."""
     window: int = 100
     """Tokens that are searched for low ones, and fewest tokens between two changes that no audit
     asks for."""
@@ -103,18 +107,8 @@ class _State:
         """Number of finished requests before which the candidate rests."""
         self.rest = 0
         """Length of its last rest, in requests."""
-        self.left = 0
-        """Timed requests that it still needs in this comparison."""
-        self.assigned = 0
-        """Timed requests that are assigned to it and not finished."""
-        self.times: list[tuple[int, float]] = []
-        """Tokens and seconds of its timed requests."""
-
-    @property
-    def speed(self) -> float:
-        """Tokens per second of the timed requests; without any, the profile's."""
-        seconds = sum(s for _, s in self.times)
-        return sum(n for n, _ in self.times) / seconds if seconds else self.candidate.tokens_per_s
+        self.speed = candidate.tokens_per_s
+        """Tokens per second, on the scale of the profile."""
 
 
 class Choice:
@@ -149,7 +143,9 @@ class Choice:
         self._num_low = 0
         self._tokens = self.rules.window  # since the last change
         self._finished = self._compared_at = 0
-        self._compares = False
+        self._times: deque[tuple[int, float]] = deque(maxlen=self.rules.trials)
+        self._before: tuple[str, float] | None = None
+        """The candidate before this one, and its speed in its last requests."""
 
     # -- for the caller that starts requests
 
@@ -165,22 +161,29 @@ class Choice:
 
     @property
     def shadowed(self) -> tuple[str, ...]:
-        """Names of the candidates that are to read the whole model's answers, for audits."""
+        """Names of the closed candidates, which read the answers that are audited."""
         return tuple(name for name, state in self._states.items() if not state.is_open)
 
     def estimate(self, name: str) -> Estimate:
         """Return a candidate's audited rate."""
         return self._states[name].audits.estimate
 
-    def assign(self) -> str:
-        """Return the candidate of the next lossy request. During a comparison they take turns."""
-        waiting = [name for name in self._able() if self._states[name].left > 0]
-        if not self._compares or not waiting:
-            return self.current
-        name = max(waiting, key=lambda one: self._states[one].left)
-        self._states[name].left -= 1
-        self._states[name].assigned += 1
-        return name
+    def is_audited(self, request_id: str, share: float = SHARE, seed: int = 0) -> bool:
+        """Return True if the whole model and the closed candidates are to read an answer.
+
+        That is a share of the answers, and all of them while a closed candidate has read few.
+
+        Args:
+            request_id: Id of the request.
+            share: Part of the answers that are audited.
+            seed: Seed of the sample.
+
+        Raises:
+            ConfigError: The share is no number in [0, 1].
+        """
+        most = DENSE * self.rules.trials
+        few = any(self.estimate(name).num_answers < most for name in self.shadowed)
+        return is_audited(request_id, share, seed) or few
 
     # -- what happened
 
@@ -203,17 +206,17 @@ class Choice:
         return decision
 
     def on_finished(self, name: str, num_tokens: int, seconds: float) -> Decision:
-        """Count a finished request, with the number and the time of its tokens."""
+        """Count a finished request.
+
+        Args:
+            name: The candidate of its last token.
+            num_tokens: Tokens of the answer; 0 if another candidate has some of them.
+            seconds: Time from the first token to the last.
+        """
         self._finished += 1
-        state = self._states[name]
-        if self._compares and state.assigned:
-            state.assigned -= 1
-            state.times.append((num_tokens, seconds))
-        if not self._compares and self._finished - self._compared_at >= self.rules.every:
-            self._begin()
-        is_late = self._finished - self._compared_at >= self.rules.every  # some never finish
-        is_ready = self._is_measured() or is_late
-        if self._compares and is_ready and self._tokens >= self.rules.window:
+        if name == self.current and num_tokens and seconds > 0:
+            self._times.append((num_tokens, seconds))
+        if self._finished - self._compared_at >= self.rules.every:
             return self._compare()
         return Decision(Do.STAY, self.current)
 
@@ -221,6 +224,11 @@ class Choice:
         """Count an audited answer of a candidate, or an answer that it only read.
 
         Audits close and open candidates. A whole model agrees with itself, and has no audits.
+
+        Args:
+            name: The candidate.
+            num_positions: Positions of the answer.
+            num_differing: Positions at which the candidate's token is not the whole model's.
         """
         state = self._states[name]
         if state.candidate.is_whole:
@@ -237,7 +245,7 @@ class Choice:
             self.rules.reopen if state.was_closed else 1
         ):
             state.is_open = True
-            self._begin()
+            return self._compare()
         return Decision(Do.STAY, self.current)
 
     # -- changes
@@ -250,28 +258,23 @@ class Choice:
             if state.is_open and self._finished >= state.rests_until
         ]
 
-    def _begin(self) -> None:
-        """Begin a comparison of all candidates that are able."""
-        self._compares, self._compared_at = True, self._finished
-        for name, state in self._states.items():
-            state.times.clear()
-            state.left = self.rules.trials if name in self._able() else 0
-            state.assigned = 0
-
-    def _is_measured(self) -> bool:
-        """Return True if no candidate that is able needs a timed request, or waits for one."""
-        states = [self._states[name] for name in self._able()]
-        return not any(state.left or state.assigned for state in states)
+    def _measured(self) -> float | None:
+        """Return the tokens per second of the last requests of the current candidate."""
+        if len(self._times) < self.rules.trials:
+            return None
+        return sum(num for num, _ in self._times) / sum(seconds for _, seconds in self._times)
 
     def _compare(self) -> Decision:
-        """End a comparison, and go to the fastest candidate if it is faster by the margin."""
-        self._compares, self._compared_at = False, self._finished
-        able = self._able()
-        best = max(able, key=lambda name: self._states[name].speed)
-        ours = self._states[self.current].speed
-        if best == self.current:
+        """Go to the fastest candidate if it is faster by the margin."""
+        if self._tokens < self.rules.window:
             return Decision(Do.STAY, self.current)
-        if self.current in able and self._states[best].speed <= ours * (1 + self.rules.margin):
+        self._compared_at = self._finished
+        own, found = self._states[self.current], self._measured()
+        if self._before is not None and found is not None:
+            name, before = self._before
+            own.speed, self._before = self._states[name].speed * found / before, None
+        best = max(self._able(), key=lambda name: self._states[name].speed)
+        if self._states[best].speed <= own.speed * (1 + self.rules.margin):
             return Decision(Do.STAY, self.current)
         return self._go(best)
 
@@ -287,6 +290,9 @@ class Choice:
 
     def _go(self, name: str) -> Decision:
         old, new = self._states[self.current].candidate, self._states[name].candidate
+        found = self._measured()
+        self._before = None if found is None else (self.current, found)
+        self._times.clear()
         self.current = name
         self._low.clear()
         self._num_low = self._tokens = 0

@@ -49,6 +49,8 @@ class DepthEntry(NamedTuple):
     """Tokens per second of one request that decodes alone."""
     batch_per_s: float
     """Tokens per second of `batch` requests that decode together."""
+    prompt_per_s: float
+    """Tokens of a prompt per second, of one request alone."""
     weight_bytes: int
     kv_tokens: int
     """Tokens of KV that an engine of this depth gets with the profile's budget of memory."""
@@ -101,7 +103,9 @@ class DepthProfile(NamedTuple):
                 "depth": one.depth,
                 "agreement": {name: round(x, 4) for name, x in one.agreement.items()},
                 "bins": [list(x) for x in one.bins],
-                "per_s": [round(one.alone_per_s, 2), round(one.batch_per_s, 2)],
+                "per_s": [
+                    round(x, 2) for x in (one.alone_per_s, one.batch_per_s, one.prompt_per_s)
+                ],
                 "weight_bytes": one.weight_bytes,
                 "kv_tokens": one.kv_tokens,
             }
@@ -158,13 +162,14 @@ def parsed(text: str, what: str = "the profile") -> DepthProfile:
 
 
 def _entry(found: Mapping[str, Any]) -> DepthEntry:
-    alone, batch = found["per_s"]
+    alone, batch, prompt = found["per_s"]
     return DepthEntry(
         depth=_count(found["depth"]),
         agreement={str(name): _share(x) for name, x in found["agreement"].items()},
         bins=tuple(Bin(_count(num), _count(agreed)) for num, agreed in found["bins"]),
         alone_per_s=_rate(alone),
         batch_per_s=_rate(batch),
+        prompt_per_s=_rate(prompt),
         weight_bytes=_count(found["weight_bytes"]),
         kv_tokens=_count(found["kv_tokens"]),
     )

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from qllm.errors import ConfigError
+from qllm.fleet.audit import is_audited
 from qllm.fleet.choice import Candidate, Choice, Cost, Decision, Do, Rules
 
 GOOD, BAD = 0, 30
@@ -36,10 +37,10 @@ def proven(choice: Choice, *names: str) -> Choice:
 
 
 def served(choice: Choice, count: int, speeds: dict[str, float]) -> list[Decision]:
-    """Serve requests of 100 confident tokens, one after the other; return the changes."""
+    """Serve requests of 100 confident tokens, one after the other. Return the changes."""
     found = []
     for _ in range(count):
-        name = choice.assign()
+        name = choice.current
         found.append(choice.on_tokens(name, [0.9] * 100))
         found.append(choice.on_finished(name, 100, 100 / speeds[name]))
     return [one for one in found if one.do is not STAY]
@@ -48,12 +49,15 @@ def served(choice: Choice, count: int, speeds: dict[str, float]) -> list[Decisio
 SPEEDS = {"A": 100.0, "A@2": 300.0, "A@4": 200.0, "B": 90.0}
 
 
-def on(name: str, *others: Candidate, **more: Any) -> Choice:
-    """A choice that serves with a candidate, with all its candidates open."""
+def on_two(*others: Candidate, **more: Any) -> Choice:
+    """A choice that serves with `A@2` since 100 tokens, with all its candidates open."""
     choice = Choice([TWO, FOUR, WHOLE, *others], **more)
-    proven(choice, *choice.shadowed)
-    served(choice, 20, {**SPEEDS, name: 999.0})
-    assert choice.current == name
+    proven(choice, "A@4", "A@2")
+    assert choice.current == "A@4", "it opened first"
+    choice = Choice([TWO, FOUR, WHOLE, *others], **more)
+    proven(choice, "A@2", "A@4")
+    assert choice.current == "A@2"
+    choice.on_tokens("A", [0.9] * 100)
     return choice
 
 
@@ -68,7 +72,7 @@ def test_nothing_that_was_not_audited_answers() -> None:
     assert (choice.current, choice.open) == ("A", ("A",))
     assert choice.shadowed == ("A@2", "A@4")
     assert served(choice, 400, SPEEDS) == []
-    assert {choice.assign() for _ in range(20)} == {"A"}
+    assert choice.current == "A"
 
 
 def test_a_candidate_opens_when_its_bound_and_not_its_mean_is_low() -> None:
@@ -86,43 +90,67 @@ def test_a_candidate_opens_when_its_bound_and_not_its_mean_is_low() -> None:
     assert "A@4" in choice.open
 
 
-def test_the_fastest_open_candidate_serves_after_five_timed_requests_of_each() -> None:
-    choice = proven(Choice([TWO, FOUR, WHOLE]), "A@2", "A@4")
-    names = [choice.assign() for _ in range(15)]
-    assert {name: names.count(name) for name in names} == {"A": 5, "A@2": 5, "A@4": 5}
-    assert choice.assign() == "A"
-    for n, name in enumerate(names):
-        done = choice.on_finished(name, 100, 100 / SPEEDS[name])
-        assert done == ((STAY, "A") if n < 14 else (Do.SWITCH, "A@2"))
+def test_a_candidate_that_opens_serves_if_it_is_the_fastest() -> None:
+    choice = Choice([TWO, FOUR, WHOLE])
+    found = [choice.on_audit("A@4", 100, GOOD) for _ in range(5)]
+    assert found == [(STAY, "A")] * 4 + [(Do.SWITCH, "A@4")]
+    choice.on_tokens("A@4", [0.9] * 100)
+    assert [choice.on_audit("A@2", 100, GOOD) for _ in range(5)][-1] == (Do.SWITCH, "A@2")
+    slow = Choice([cut(2, 80.0), WHOLE])
+    assert {slow.on_audit("A@2", 100, GOOD).do for _ in range(9)} == {STAY}
+    assert slow.open == ("A@2", "A")
 
 
-def test_measured_speed_and_not_the_profile_decides() -> None:
-    choice = proven(Choice([TWO, FOUR, WHOLE]), "A@2", "A@4")
-    served(choice, 15, {"A": 100.0, "A@2": 105.0, "A@4": 150.0})
+def test_two_changes_are_a_window_of_tokens_apart() -> None:
+    choice = proven(Choice([TWO, FOUR, WHOLE]), "A@4", "A@2")
     assert choice.current == "A@4"
-    assert served(choice, 149, SPEEDS) == []
-    assert choice.current == "A@4"
-    assert served(choice, 20, {"A": 500.0, "A@2": 10.0, "A@4": 10.0}) == [(Do.DEEPEN, "A")]
+    choice.on_tokens("A@4", [0.9] * 100)
+    for n in range(150):
+        assert choice.on_finished("A@4", 100, 0.5) == (
+            (Do.SWITCH, "A@2") if n == 149 else (STAY, "A@4")
+        )
 
 
 def test_another_must_be_faster_by_a_margin() -> None:
-    for faster, changes in (1.09, False), (1.12, True):
-        choice = proven(Choice([FOUR, WHOLE]), "A@4")
-        found = served(choice, 10, {"A": 100.0, "A@4": 100 * faster})
-        assert found == ([(Do.SWITCH, "A@4")] if changes else [])
+    for faster, name in (1.09, "A"), (1.12, "A@4"):
+        choice = proven(Choice([cut(4, 100 * faster), WHOLE]), "A@4")
+        assert choice.current == name
 
 
-def test_candidates_are_compared_again_after_150_requests() -> None:
-    choice = on("A@2")
-    slow = {**SPEEDS, "A@2": 10.0}
-    done = 5  # of 20 that `on` served, 15 were timed
-    assert served(choice, 150 - done, slow) == []
-    assert served(choice, 15, slow) == [(Do.DEEPEN, "A@4")]
+def test_the_last_five_requests_of_both_correct_a_profile() -> None:
+    """The profile says that A@2 is three times as fast, and it is slower than A here."""
+    choice = Choice([TWO, WHOLE])
+    served(choice, 5, SPEEDS)
+    proven(choice, "A@2")
+    assert choice.current == "A@2"
+    slow = {"A": 100.0, "A@2": 80.0}
+    assert served(choice, 149, slow) == []
+    assert served(choice, 1, slow) == [(Do.DEEPEN, "A")]
+    assert served(choice, 600, slow) == [], "it stays known as slow"
+
+
+def test_a_machine_that_is_slow_for_all_changes_nothing() -> None:
+    choice = Choice([TWO, WHOLE])
+    served(choice, 5, {"A": 10.0})
+    proven(choice, "A@2")
+    assert served(choice, 450, {"A@2": 30.0}) == []
+    assert choice.current == "A@2"
+
+
+def test_times_of_a_request_that_moved_do_not_count() -> None:
+    choice = Choice([TWO, WHOLE])
+    served(choice, 5, SPEEDS)
+    proven(choice, "A@2")
+    for _ in range(200):
+        choice.on_tokens("A@2", [0.9] * 100)
+        assert choice.on_finished("A@2", 0, 9.0).do is STAY
+        assert choice.on_finished("A", 100, 99.0).do is STAY
+    assert choice.current == "A@2"
 
 
 @pytest.mark.parametrize("before", [0, 1, 250])
 def test_more_than_50_low_tokens_of_the_last_100_leave_a_candidate(before: int) -> None:
-    choice = on("A@2")
+    choice = on_two()
     choice.on_tokens("A@2", [0.9] * before)
     low = [0.1] * 51
     assert choice.on_tokens("A@2", low[:50]).do is STAY
@@ -132,7 +160,7 @@ def test_more_than_50_low_tokens_of_the_last_100_leave_a_candidate(before: int) 
 
 
 def test_a_low_token_counts_for_100_tokens() -> None:
-    choice = on("A@2")
+    choice = on_two()
     assert choice.on_tokens("A@2", [0.1] * 50).do is STAY
     assert choice.on_tokens("A@2", [0.9] * 50).do is STAY
     for _ in range(50):  # each new low one takes the place of an old one
@@ -142,9 +170,9 @@ def test_a_low_token_counts_for_100_tokens() -> None:
 
 def test_a_token_is_low_below_its_own_candidates_threshold() -> None:
     for at, do in (0.5, STAY), (0.49, Do.DEEPEN):
-        choice = on("A@2")
+        choice = on_two()
         assert choice.on_tokens("A@2", [at] * 51 + [0.9] * 49).do is do
-    choice = on("A@2")
+    choice = on_two()
     assert choice.on_tokens("A@4", [0.1] * 300).do is STAY, "tokens of another candidate"
     choice = Choice([WHOLE, TWO])
     assert choice.on_tokens("A", [0.0] * 300).do is STAY, "nothing is deeper than a whole model"
@@ -158,21 +186,20 @@ def test_the_cheaper_of_loading_and_switching_is_done() -> None:
         (2.0, 2.0, (Do.DEEPEN, "A@4")),
     ):
         costs = {"A@4": Cost(load_s=load_s), "B": Cost(switch_s=switch_s)}
-        choice = on("A@2", OTHER, rules=rules, costs=costs)
+        choice = on_two(OTHER, rules=rules, costs=costs)
         assert choice.on_tokens("A@2", [0.1] * 100) == expected
 
 
 def test_a_candidate_that_was_left_rests_and_twice_as_long_the_next_time() -> None:
-    choice = on("A@2")
+    choice = on_two()
     for rest in (150, 300, 600):
-        assert choice.on_tokens("A@2", [0.1] * 100).do is Do.DEEPEN
-        assert choice.current == "A@4"
+        assert choice.on_tokens("A@2", [0.1] * 100) == (Do.DEEPEN, "A@4")
         assert served(choice, rest - 1, SPEEDS) == [], "it rests"
-        assert served(choice, 180, SPEEDS) == [(Do.SWITCH, "A@2")]
+        assert served(choice, 151, SPEEDS) == [(Do.SWITCH, "A@2")]
 
 
 def test_an_audit_closes_at_once_and_the_open_requests_deepen() -> None:
-    choice = on("A@2")
+    choice = on_two()
     assert choice.on_audit("A@2", 100, BAD) == (Do.DEEPEN, "A@4")
     assert choice.open == ("A@4", "A")
     assert choice.on_audit("A@4", 100, BAD) == (Do.DEEPEN, "A")
@@ -195,7 +222,7 @@ def test_a_bound_just_above_closes_although_the_mean_is_below() -> None:
 
 
 def test_a_closed_candidate_opens_again_by_new_audits_below_three_quarters() -> None:
-    choice = on("A@2")
+    choice = on_two()
     choice.on_audit("A@2", 100, BAD)
     for _ in range(10):
         choice.on_audit("A@2", 100, 1)
@@ -206,7 +233,7 @@ def test_a_closed_candidate_opens_again_by_new_audits_below_three_quarters() -> 
         choice.on_audit("A@2", 100, GOOD)
     assert choice.estimate("A@2").upper < 0.015
     assert "A@2" in choice.open
-    served(choice, 15, SPEEDS)
+    served(choice, 150, SPEEDS)
     assert choice.current == "A@2"
 
 
@@ -218,12 +245,19 @@ def test_three_candidates_get_a_place_the_whole_one_among_them() -> None:
     assert [one.name for one in Choice([WHOLE]).candidates] == ["A"]
 
 
-def test_a_comparison_ends_without_a_request_that_never_finishes() -> None:
-    choice = proven(Choice([TWO, FOUR, WHOLE]), "A@2", "A@4")
-    lost = choice.assign()
-    assert len(served(choice, 200, SPEEDS)) == 1
-    assert choice.current == "A@2"
-    assert choice.on_finished(lost, 0, 0.0).do is STAY
+def test_few_audits_of_a_closed_candidate_make_all_answers_audited() -> None:
+    choice, ids = Choice([TWO, WHOLE]), [f"{n}" for n in range(1000)]
+    for _ in range(10):
+        assert all(choice.is_audited(one) for one in ids)
+        choice.on_audit("A@2", 100, BAD)
+    audited = [one for one in ids if choice.is_audited(one)]
+    assert audited == [one for one in ids if is_audited(one)]
+    assert 20 < len(audited) < 90
+    assert not any(choice.is_audited(one, share=0) for one in ids)
+    for _ in range(30):
+        choice.on_audit("A@2", 100, GOOD)
+    assert choice.open == ("A@2", "A")
+    assert audited == [one for one in ids if choice.is_audited(one)]
 
 
 @pytest.mark.parametrize(
@@ -279,8 +313,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def start(self) -> None:
-        self.running.append(self.choice.assign())
-        assert self.running[-1] in self.choice.open
+        self.running.append(self.choice.current)
 
     @rule(low=st.integers(0, 12), high=st.integers(0, 12), other=st.integers(0, 4))
     def tokens_come(self, low: int, high: int, other: int) -> None:
@@ -300,7 +333,8 @@ class Machine(RuleBasedStateMachine):
     def audit(self, at: int, num: int, differs: float) -> None:
         name = sorted(self.kept)[at]
         was_open = name in self.choice.open
-        self.told_of(self.choice.on_audit(name, num, int(num * differs)), is_audit=True)
+        decision = self.choice.on_audit(name, num, int(num * differs))
+        self.told_of(decision, is_audit=was_open and name not in self.choice.open)
         found = self.choice.estimate(name)
         if self.kept[name].is_whole or not found.num_answers:
             return
@@ -335,7 +369,7 @@ def test_200_drifts_are_above_the_bound_for_1_percent_of_the_time() -> None:
         at, waiting = rng.randrange(1000, 5000), []
         for n in range(5000):
             rate = before if n < at else after
-            name = choice.assign()
+            name = choice.current
             total += 1
             good += n < at
             served_well += name == "A@2" and n < at

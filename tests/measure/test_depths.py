@@ -68,6 +68,7 @@ def test_sizes_are_those_of_an_engine_that_serves(found: DepthProfile) -> None:
             sizes.append(one.weight_bytes)
         assert one.alone_per_s > 0
         assert one.batch_per_s > 0
+        assert one.prompt_per_s > 0
     assert sizes == sorted(set(sizes))
     assert found.memory == 2 << 30
 

@@ -33,7 +33,7 @@ SAME = (Bin(10, 10),) * NUM
 def entry(depth: int, bins: tuple[Bin, ...] = SAME, **more: Any) -> DepthEntry:
     found: dict[str, Any] = {
         "agreement": {"chat": 0.5}, "alone_per_s": 10.0, "batch_per_s": 40.0,
-        "weight_bytes": depth * 1000, "kv_tokens": 1024,
+        "prompt_per_s": 90.0, "weight_bytes": depth * 1000, "kv_tokens": 1024,
     }  # fmt: skip
     return DepthEntry(depth=depth, bins=bins, **{**found, **more})
 
@@ -99,8 +99,8 @@ def test_a_model_without_a_profile_says_how_to_make_one(folder: Path) -> None:
         (lambda x: with_first(x, bins=[[1, 2]] * NUM), "the bins of depth 2"),
         (lambda x: with_first(x, bins=[[1, 1]]), "the bins of depth 2"),
         (lambda x: with_first(x, agreement={"a": 1.5}), "1.5 is no share"),
-        (lambda x: with_first(x, per_s=[0, 1]), "0 is no rate"),
-        (lambda x: with_first(x, per_s=[float("nan"), 1]), "nan is no rate"),
+        (lambda x: with_first(x, per_s=[0, 1, 2]), "0 is no rate"),
+        (lambda x: with_first(x, per_s=[float("nan"), 1, 1]), "nan is no rate"),
         (lambda _: "x" * (MOST_BYTES + 1), "more than 4,096 bytes"),
         (lambda _: "[" * 4000, "RecursionError|JSONDecodeError"),
     ],
@@ -121,7 +121,7 @@ def with_first(found: dict[str, Any], **change: Any) -> dict[str, Any]:
 def test_twelve_depths_of_four_texts_fit_and_more_is_refused(tmp_path: Path) -> None:
     bins = (Bin(4096, 2048),) * NUM
     texts = {f"text {n}": 0.1234 for n in range(4)}
-    rates = {"alone_per_s": 123.4567, "batch_per_s": 1234.5678}
+    rates = {"alone_per_s": 123.4567, "batch_per_s": 1234.5678, "prompt_per_s": 12345.678}
     sizes = {"weight_bytes": 12 << 30, "kv_tokens": 1 << 22}
     more: dict[str, Any] = {"bins": bins, "agreement": texts, **rates, **sizes}
     found = profile_of("0" * 32, *range(1, 13), **more)
