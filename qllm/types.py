@@ -301,6 +301,9 @@ class SamplingParams:
     """Number of alternatives (0 to 20) to report with the chosen token's log-probability."""
     prompt_logprobs: int | None = None
     """Number of alternatives (0 to 20) to report with each prompt token's log-probability."""
+    confidence: bool = False
+    """True reports each token's confidence: the largest probability of its distribution before any
+    sampling setting. It costs less than `logprobs`, because no logits are kept for it."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Numbers that are added to the logits of these token ids."""
     structured_outputs: StructuredOutputs | None = None
@@ -372,7 +375,8 @@ class SamplingParams:
         ok = isinstance(ids, tuple) and all(_is_int(x) and x >= 0 for x in ids)
         _check("stop_token_ids", ids, ok, "a list of token ids >= 0")
         _check_count("stop_token_ids", len(ids), MOST_STOP_TOKENS)
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+        flags = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "confidence")
+        for name in flags:
             _check(name, getattr(self, name), isinstance(getattr(self, name), bool), "a bool")
         for name in ("logprobs", "prompt_logprobs"):
             n = getattr(self, name)
@@ -526,3 +530,5 @@ class Sampled(NamedTuple):
     """Log-probabilities of the prompt, with the first token of a request that asked for them."""
     error: str | None = None
     """Reason why there is no token. The error ends this request, and no other request."""
+    confidence: float | None = None
+    """Largest probability of the token's distribution, if the request asked for it."""

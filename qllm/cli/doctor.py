@@ -24,6 +24,8 @@ OF_SIZES = (
     "rank_deadline_s", "max_expert_bytes", "expert_dir", "activations",
 )  # fmt: skip
 """Settings on which the sizes of an engine depend."""
+OF_SEATS = 2048
+"""Tokens of a request, to tell how many requests KV has room for."""
 GIB = 1 << 30
 OPTIONAL = ("fastapi", "uvicorn", "matplotlib", "aiohttp", "cupy-cuda13x", "triton", "nixl")
 
@@ -190,6 +192,8 @@ def _served(model: str, trust_remote_code: bool, sizes: dict[str, Any]) -> list[
         if experts:
             held = f"room for {experts['slots']:,} of {experts['experts']:,} experts in memory"
             more.append(("its experts", held))
+        states = engine.client.info.shape.state_tokens
+        seats = engine.config.pool_tokens // (OF_SEATS + states)
         cut = "" if depth == whole else "; answers differ from those of the whole model"
         return [
             ("its depth", f"{depth} of {whole} layers{cut}"),
@@ -200,6 +204,11 @@ def _served(model: str, trust_remote_code: bool, sizes: dict[str, Any]) -> list[
             ("its parts", f"known {engine.kernels['parts']}"),
             ("its stops", f"{engine.kernels['stops']}; a server logs those of its model"),
             ("its KV", f"{engine.config.pool_tokens:,} tokens of {free:.1f} GiB for it"),
+            (
+                "its seats",
+                f"{engine.config.max_num_seqs:,} (max_num_seqs), whatever the memory is; KV has "
+                f"room for {seats:,} requests of {OF_SEATS:,} tokens",
+            ),
             (
                 "its prefix cache",
                 f"off, because {off}" if off else f"{engine.config.kept_tokens:,} tokens",

@@ -265,7 +265,7 @@ def _load_request(
     # the front end that had the earlier log-probabilities is gone, so later log-probabilities would
     # be misplaced
     asked = trace.sampling_from_dict(meta["sampling"])
-    sampling = replace(asked, logprobs=None)
+    sampling = replace(asked, logprobs=None, confidence=False)
     ids = tuple(meta["runner"]["token_ids"])
     num_prompt = meta["runner"]["num_prompt_tokens"]
     handle = adopt(meta["name"], ids[:num_prompt], sampling, meta["priority"])
@@ -300,7 +300,7 @@ def _load_held(
     held, ids = meta["held"], tuple(meta["held"]["token_ids"])
     sampling, num_output = trace.sampling_from_dict(meta["sampling"]), held["num_output_tokens"]
     if num_output:
-        sampling = replace(sampling, logprobs=None)
+        sampling = replace(sampling, logprobs=None, confidence=False)
     num_prompt = len(ids) - num_output
     handle = adopt(meta["name"], ids[:num_prompt], sampling, meta["priority"])
     item = replace(

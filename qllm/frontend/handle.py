@@ -41,6 +41,8 @@ class Piece(NamedTuple):
     """Characters of the text that were certain after each token; empty without a tokenizer."""
     added: tuple[str, ...] = ()
     """Text that each token adds, including text that may change; empty without a tokenizer."""
+    confidences: tuple[float, ...] = ()
+    """Confidence of each token if requested (`SamplingParams.confidence`), else empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +59,8 @@ class Result:
     prompt_logprobs: tuple[Logprobs | None, ...] | None
     """One entry per prompt token, None for the first, if requested with `prompt_logprobs`."""
     metrics: RequestMetrics
+    confidences: tuple[float, ...] | None = None
+    """Confidence of each token if requested (`SamplingParams.confidence`)."""
 
     def __str__(self) -> str:
         """Return the answer and its metrics as readable text. `repr` has every field."""
@@ -277,7 +281,8 @@ class Handle:
                 ends.append(len(text))
                 added.append(detokenizer.added)
         logprobs = tuple(s.logprobs for s in new if s.logprobs is not None)
-        self._pieces.append(Piece(text, ids, logprobs, prompt, tuple(ends), tuple(added)))
+        sure = tuple(s.confidence for s in new if s.confidence is not None)
+        self._pieces.append(Piece(text, ids, logprobs, prompt, tuple(ends), tuple(added), sure))
         return stopped
 
     # -- called by the caller
@@ -462,6 +467,7 @@ class Handle:
             assert self._metrics is not None
             assert self._reason is not None
             logprobs = tuple(x for piece in self._pieces for x in piece.logprobs)
+            confidences = tuple(x for piece in self._pieces for x in piece.confidences)
             prompt = None if self._prompt is None else (None, *self._prompt.tokens())
             return Result(
                 request_id=self.request_id,
@@ -472,6 +478,7 @@ class Handle:
                 logprobs=logprobs or None,
                 prompt_logprobs=prompt,
                 metrics=self._metrics,
+                confidences=confidences or None,
             )
 
     @property

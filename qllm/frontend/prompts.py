@@ -79,6 +79,7 @@ def refuse_unserved(loop: str, sampling: SamplingParams, num_stop_ids: int) -> N
         return
     lacks = {
         "logprobs": sampling.logprobs is not None,
+        "confidence": sampling.confidence,
         "prompt_logprobs": sampling.prompt_logprobs is not None,
         "logit_bias": bool(sampling.logit_bias),
         "structured_outputs": sampling.structured_outputs is not None,

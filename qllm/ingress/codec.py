@@ -35,10 +35,11 @@ _UPDATE, _REVISE = body_struct(layout.UPDATE), body_struct(layout.REVISE)
 _TOKEN, _FINISH = body_struct(layout.TOKEN), body_struct(layout.FINISH)
 _PROMPT, _CACHED = body_struct(layout.PROMPT), struct.Struct("<I")
 _LENGTH, _PIECES, _DRAFTS = _CACHED, struct.Struct("<dII"), struct.Struct("<II")
+_CONFIDENCE = struct.Struct("<d")
 _CACHE = struct.Struct(f"<{layout.SALT_BYTES}sd")
 _LIMITS: tuple[str, ...] = ("structured_outputs", "allowed_token_ids", "bad_words", "min_tokens")
 _LIMITS += ("include_stop_str_in_output", "skip_special_tokens", "thinking_token_budget")
-_LIMITS += ("draft_tokens", "prediction")
+_LIMITS += ("draft_tokens", "prediction", "confidence")
 _FIELDS = [name for name in layout.REQUEST.names or () if name != "header"]
 _SAMPLING: tuple[str, ...] = ("seed", "top_k", "temperature", "top_p", "min_p")
 _SAMPLING += ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -142,7 +143,7 @@ def _has_limits(sampling: SamplingParams) -> bool:
     """Return True if one of `_LIMITS`, which few requests set, is not at its default."""
     of_text = sampling.include_stop_str_in_output or not sampling.skip_special_tokens
     of_drafts = sampling.draft_tokens is not None or bool(sampling.prediction)
-    return sampling.limits_tokens or of_text or of_drafts
+    return sampling.limits_tokens or of_text or of_drafts or sampling.confidence
 
 
 def _encode_limits(sampling: SamplingParams) -> bytes:
@@ -307,24 +308,27 @@ def decode_update(record: Record) -> Update:
 
 def encode_token(sampled: Sampled, at_ns: int) -> tuple[int, bytes]:
     """Return the flags and the body of a token."""
-    logprobs = sampled.logprobs
+    logprobs, flags, last = sampled.logprobs, 0, b""
+    if sampled.confidence is not None:
+        flags, last = layout.HAS_CONFIDENCE, _CONFIDENCE.pack(sampled.confidence)
     if logprobs is None:
-        return 0, _TOKEN.pack(sampled.request_id, at_ns, 0.0, sampled.token_id, 0)
+        return flags, _TOKEN.pack(sampled.request_id, at_ns, 0.0, sampled.token_id, 0) + last
     top = logprobs.top
     fixed = _TOKEN.pack(sampled.request_id, at_ns, logprobs.chosen, sampled.token_id, len(top))
     values, ids = np.array([x for _, x in top], "<f8"), np.array([i for i, _ in top], "<u4")
-    return layout.HAS_LOGPROBS, fixed + values.tobytes() + ids.tobytes()
+    return flags | layout.HAS_LOGPROBS, fixed + values.tobytes() + ids.tobytes() + last
 
 
 def decode_token(record: Record) -> tuple[Sampled, int]:
     """Decode the result of `encode_token`."""
     request_id, at_ns, chosen, token_id, num_top = _TOKEN.unpack_from(record.body)
-    if not record.flags & layout.HAS_LOGPROBS:
-        return Sampled(request_id, token_id), at_ns
-    arrays = _Arrays(record.body, _TOKEN.size)
-    values = arrays.take("<f8", num_top)
-    top = tuple(zip(arrays.take("<u4", num_top), values, strict=True))
-    return Sampled(request_id, token_id, Logprobs(chosen, top)), at_ns
+    arrays, logprobs, confidence = _Arrays(record.body, _TOKEN.size), None, None
+    if record.flags & layout.HAS_LOGPROBS:
+        values = arrays.take("<f8", num_top)
+        logprobs = Logprobs(chosen, tuple(zip(arrays.take("<u4", num_top), values, strict=True)))
+    if record.flags & layout.HAS_CONFIDENCE:
+        [confidence] = arrays.take("<f8", 1)
+    return Sampled(request_id, token_id, logprobs, confidence=confidence), at_ns
 
 
 class PromptPart(NamedTuple):

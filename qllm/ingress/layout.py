@@ -97,8 +97,8 @@ UPDATE: Dtype = np.dtype(
 """An update, in the cancel ring and as long as a cancel: a new class, a pause, or the pause's
 end."""
 
-HAS_LOGPROBS = 1
-"""Flag of a token."""
+HAS_LOGPROBS, HAS_CONFIDENCE = 1, 2
+"""Flags of a token."""
 TOKEN: Dtype = np.dtype(
     [
         ("header", HEADER),
@@ -110,7 +110,7 @@ TOKEN: Dtype = np.dtype(
     ]
 )
 """A token. After its fields come f8 log-probabilities and u4 ids of the alternatives, most likely
-first."""
+first. With HAS_CONFIDENCE an f8 follows: the largest probability."""
 
 PROMPT: Dtype = np.dtype(
     [

@@ -13,8 +13,8 @@ together predict the speed-up of the drafter `exit:E`, which drafts with the fir
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -249,17 +249,8 @@ def profile(
     """
     for name, ids in kinds.items():
         require_tokens(name, ids)
-    with torch_threads(threads), ExitStack() as opened:
-        with naming_family(loaded.model, "finding its parts"):
-            runner = make_runner(loaded.model, with_usual_sizes(config))
-        opened.callback(runner.close)
-        if config.conformance:
-            with naming_family(loaded.model, "the start-up check"):
-                check_conformance(loaded.model, runner)
-        opened.enter_context(torch_threads(1 if runner.backend.is_native else threads))
-        opened.enter_context(inference())
-        opened.enter_context(naming_family(loaded.model, "running a text"))
-        probe = _Probe(loaded.name, runner, prefix)
+    with probing(loaded, config, prefix, threads) as probe:
+        runner = probe.runner
         exits = [e for name, ids in kinds.items() for e in probe.exits(name, ids)]
         refused = why_no_drafts(runner, by_rows=True)
         context, times = probe.times(next(iter(kinds.values())), () if refused else DRAFTS)
@@ -274,6 +265,35 @@ def profile(
         )
 
 
+@contextmanager
+def probing(
+    loaded: LoadedModel, config: EngineConfig, prefix: Sequence[int], threads: int | None
+) -> Iterator["Probe"]:
+    """Make a runner of a model, check it, and give the model's weights back after the block.
+
+    Args:
+        loaded: The model.
+        config: Settings of the engine that would serve it.
+        prefix: Tokens before each part of a text.
+        threads: Number of threads; None is torch's number.
+
+    Raises:
+        ConfigError: A setting does not fit this model.
+        ModelError: The model cannot be driven safely, or has one layer.
+    """
+    with torch_threads(threads), ExitStack() as opened:
+        with naming_family(loaded.model, "finding its parts"):
+            runner = make_runner(loaded.model, with_usual_sizes(config))
+        opened.callback(runner.close)
+        if config.conformance:
+            with naming_family(loaded.model, "the start-up check"):
+                check_conformance(loaded.model, runner)
+        opened.enter_context(torch_threads(1 if runner.backend.is_native else threads))
+        opened.enter_context(inference())
+        opened.enter_context(naming_family(loaded.model, "running a text"))
+        yield Probe(loaded.name, runner, prefix)
+
+
 class _Sums:
     """Sums over positions, per layer."""
 
@@ -284,7 +304,7 @@ class _Sums:
         self.confident_agreed = [0] * num_layers
 
 
-class _Probe:
+class Probe:
     """A runner without requests, of which single rows are run.
 
     Args:
@@ -294,7 +314,7 @@ class _Probe:
     """
 
     def __init__(self, name: str, runner: TorchRunner, prefix: Sequence[int]) -> None:
-        self._name, self._runner, self._prefix = name, runner, list(prefix)
+        self._name, self.runner, self._prefix = name, runner, list(prefix)
         self._window = min(WINDOW, runner.shape.max_position) - len(self._prefix)
         self._num_layers = runner.shape.num_layers
         if self._num_layers < 2:
@@ -310,8 +330,13 @@ class _Probe:
     def exits(self, text: str, ids: Sequence[int]) -> list[EarlyExit]:
         """Return the early answers on a text after layers 1 to L - 1."""
         sums = _Sums(self._num_layers)
-        for begin in range(0, len(ids), self._window):
-            self._add_part(ids[begin : begin + self._window], sums)
+        for *early, (answers_T, _) in self.answers(ids):
+            for layer, (early_T, confidence_T) in enumerate(early, 1):
+                agreed_T, confident_T = early_T == answers_T, confidence_T >= CONFIDENT
+                sums.agreed[layer] += int(agreed_T.sum())
+                sums.confidence[layer] += float(confidence_T.sum())
+                sums.confident[layer] += int(confident_T.sum())
+                sums.confident_agreed[layer] += int((agreed_T & confident_T).sum())
         return [
             EarlyExit(
                 text,
@@ -325,35 +350,37 @@ class _Probe:
             for layer in range(1, self._num_layers)
         ]
 
-    def _add_part(self, ids: Sequence[int], sums: _Sums) -> None:
-        """Run a part of a text, and add the answers after each of its layers."""
+    def answers(self, ids: Sequence[int]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """Run a text in parts. Yield the answers and their confidence [T] after each layer.
+
+        The last layer's answers are those of the whole model.
+        """
+        for begin in range(0, len(ids), self._window):
+            yield self._of_part(ids[begin : begin + self._window])
+
+    def _of_part(self, ids: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """Run a part of a text, and return the answers after each of its layers."""
         whole, counted = [*self._prefix, *ids], len(self._prefix)
-        self._runner.add(_REQUEST, whole, _GREEDY, len(whole), len(whole) + 1)
+        self.runner.add(_REQUEST, whole, _GREEDY, len(whole), len(whole) + 1)
         try:
             program = self._accepted(0, len(whole), 0)
             early: list[tuple[Tensor, Tensor]] = []
             stop, at = _stop_at_once(), START
             while at != program.end:
-                at = self._runner.run(program, at, stop)
+                at = self.runner.run(program, at, stop)
                 if layer := program.layer_at(at):
-                    x_TD = self._runner.frames[_FRAME].activate(0)[counted:]
+                    x_TD = self.runner.frames[_FRAME].activate(0)[counted:]
                     early.append(self._answers(x_TD, layer))
-            self._runner.drop(program)
+            self.runner.drop(program)
         finally:
-            self._runner.remove(_REQUEST)
+            self.runner.remove(_REQUEST)
         if len(early) != self._num_layers:
             raise InvariantError(f"{len(early)} stops in {self._num_layers} layers")
-        answers_T, _ = early.pop()
-        for layer, (early_T, confidence_T) in enumerate(early, 1):
-            agreed_T, confident_T = early_T == answers_T, confidence_T >= CONFIDENT
-            sums.agreed[layer] += int(agreed_T.sum())
-            sums.confidence[layer] += float(confidence_T.sum())
-            sums.confident[layer] += int(confident_T.sum())
-            sums.confident_agreed[layer] += int((agreed_T & confident_T).sum())
+        return early
 
     def _answers(self, x_TD: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Return the token of the largest logit at each position, and its probability."""
-        head, rule = self._runner.backend.compute.head, self._runner.parts.logit_rule
+        head, rule = self.runner.backend.compute.head, self.runner.parts.logit_rule
         x_TD = head.norm(x_TD)
         num = x_TD.shape[0]
         peak_T = torch.full((num,), -math.inf, dtype=torch.float32)
@@ -390,18 +417,18 @@ class _Probe:
         given = [*self._prefix, *ids][: CONTEXT + widths[-1]]
         context = len(given) - widths[-1]
         known, drafts = given[: context + 1], given[context + 1 :]
-        self._runner.add(_REQUEST, known, _GREEDY, len(known), len(given) + 1)
+        self.runner.add(_REQUEST, known, _GREEDY, len(known), len(given) + 1)
         try:
             program = self._accepted(0, context, 0)
-            self._runner.run(program, START, StopWord(time.perf_counter_ns))
-            self._runner.finish(program)
+            self.runner.run(program, START, StopWord(time.perf_counter_ns))
+            self.runner.finish(program)
             rounds: dict[int, list[tuple[int, list[int]]]] = {width: [] for width in widths}
             for _ in range(ROUNDS + 1):
                 for width in widths:  # in turn, so that a busy moment meets all of them
-                    self._runner.draft(_REQUEST, drafts[: width - 1])
+                    self.runner.draft(_REQUEST, drafts[: width - 1])
                     rounds[width].append(self._measured(context, context + width))
         finally:
-            self._runner.remove(_REQUEST)
+            self.runner.remove(_REQUEST)
         return context, {width: step_time(found[1:]) for width, found in rounds.items()}
 
     def _measured(self, lo: int, hi: int) -> tuple[int, list[int]]:
@@ -412,23 +439,23 @@ class _Probe:
         """
         begin_ns = time.perf_counter_ns()
         program = self._accepted(lo, hi, hi - lo)
-        self._runner.run(program, START, StopWord(time.perf_counter_ns))
+        self.runner.run(program, START, StopWord(time.perf_counter_ns))
         whole_ns = time.perf_counter_ns() - begin_ns
-        self._runner.drop(program)
+        self.runner.drop(program)
         parts = [0] * (self._num_layers + 2)
         begin_ns, part, stop, at = time.perf_counter_ns(), 0, _stop_at_once(), START
         program = self._accepted(lo, hi, hi - lo)
         while at != program.end:
-            at = self._runner.run(program, at, stop)
+            at = self.runner.run(program, at, stop)
             end_ns = time.perf_counter_ns()
             parts[part] += end_ns - begin_ns
             begin_ns, part = end_ns, program.layer_at(at) + 1
-        self._runner.drop(program)
+        self.runner.drop(program)
         return whole_ns, parts
 
     def _accepted(self, lo: int, hi: int, num_samples: int) -> Program:
         """Return a program of one row whose frame the runner has made."""
-        runner = self._runner
+        runner = self.runner
         row = Row(_REQUEST, lo, hi, 0, self._num_layers)
         program = compile_program(
             Plan(rows=(row,), grain=Grain.LAYER, stop_below=ANY_ARRIVAL),

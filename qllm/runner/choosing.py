@@ -100,10 +100,12 @@ def choose_some(
     best = {place: (token_id, peak) for place, token_id, peak in head.answers()}
     if begins:
         _guess(runner, rule, frame, [row for row in found if row.is_draft], best)
+        confidence = head.confidence()
         for row in rows:
             while (place := row.open_place(chosen)) in best:
                 request_id, at = row.row.request_id, row.position(place)
-                chosen[place] = runner.sampler.greedy(request_id, *best[place], at)
+                token = runner.sampler.greedy(request_id, *best[place], at)
+                chosen[place] = token._replace(confidence=confidence.get(place))
     waiting = _waiting(rows, chosen)
     is_plain = begins and not head.scores.num_units and not any(row.drafts for row in rows)
     if waiting and is_plain and backend.samples:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from qllm.models.logits import LogitRule
 from qllm.runner.layers.linears import Head, HeadBlocks
+from qllm.runner.sampling.definition import confidence_of, log_total
 from qllm.runner.sampling.scores import NO_SCORES, Scores
 from qllm.types import Sampled
 
@@ -44,9 +45,17 @@ class HeadState:
         x_BD: Hidden states of the positions, normed.
         greedy: Rows whose token is the lowest id of the largest logit.
         scores: Requested log-probabilities of the rows' prompts.
+        confident: Greedy rows whose confidence is reported. If there is one, all logits of the
+            blocks are computed as for rows that are not greedy, and none is kept.
     """
 
-    def __init__(self, x_BD: Tensor, greedy: Sequence[int], scores: Scores = NO_SCORES) -> None:
+    def __init__(
+        self,
+        x_BD: Tensor,
+        greedy: Sequence[int],
+        scores: Scores = NO_SCORES,
+        confident: Sequence[int] = (),
+    ) -> None:
         self.x_BD = x_BD
         self.scores = scores
         self.greedy = tuple(greedy)
@@ -54,6 +63,9 @@ class HeadState:
         self.peaks_G = array("f", [-math.inf]) * len(self.greedy)
         self.ids_G = array("q", [0]) * len(self.greedy)
         """Id of the largest logit so far of each greedy row. NaN is larger than any number."""
+        self.confident = tuple(confident)
+        self.totals_C = array("d", [-math.inf]) * len(self.confident)
+        """Logarithm of the sum of exp(logit) so far of each confident row."""
         self.blocks: list[Tensor] = []
         """Logits of the rows that are not greedy, each [R, up to the head's block_size]."""
         self._logits_RV: Tensor | None = None
@@ -72,7 +84,7 @@ class HeadState:
             rule: Change that the model makes to its logits; None changes nothing.
             step: Number of blocks that are computed at once if some rows keep all logits.
         """
-        alone = not self.rest and rule is None
+        alone = not self.rest and rule is None and not self.confident
         if alone and head.best(self.x_BD, blocks, self.peaks_G, self.ids_G):
             return
         for block in head.ready(self.x_BD, blocks, step):
@@ -91,10 +103,23 @@ class HeadState:
         peak_G = x_GV[np.arange(len(x_GV)), at_G]
         wins_G = (peak_G > peaks_G) | (np.isnan(peak_G) & ~np.isnan(peaks_G))
         peaks_G[wins_G], ids_G[wins_G] = peak_G[wins_G], first + at_G[wins_G]
+        if self.confident:
+            totals_C = np.frombuffer(self.totals_C, "d")
+            own = [bisect_left(self.greedy, row) for row in self.confident]
+            totals_C[:] = np.logaddexp(totals_C, log_total(x_GV[own]))
 
     def answers(self) -> Iterator[tuple[int, int, float]]:
         """Return row, id and logit of the greedy rows."""
         return zip(self.greedy, self.ids_G, self.peaks_G, strict=True)
+
+    def confidence(self) -> dict[int, float]:
+        """Return the confidence of the confident rows. A broken row has none."""
+        peaks = dict(zip(self.greedy, self.peaks_G, strict=True))
+        return {
+            row: confidence_of(peaks[row], total)
+            for row, total in zip(self.confident, self.totals_C, strict=True)
+            if math.isfinite(total)
+        }
 
     def _keep(self, rest_RV: Tensor, first: int, vocab_size: int) -> None:
         """Keep the logits of a block that starts with token `first`."""
@@ -134,6 +159,9 @@ class HeadState:
             yield "head.greedy", torch.tensor(self.greedy)
             yield "head.peaks", torch.tensor(self.peaks_G, dtype=torch.float32)
             yield "head.ids", torch.tensor(self.ids_G, dtype=torch.int64)
+        if self.confident:
+            yield "head.confident", torch.tensor(self.confident)
+            yield "head.totals", torch.tensor(self.totals_C, dtype=torch.float64)
         for i, block in enumerate(self.blocks):
             yield f"head.{i}", block.clone()
         yield from self.scores.export()
@@ -143,7 +171,11 @@ class HeadState:
         """Restore the state from the tensors of `export`."""
         greedy = tensors.get("head.greedy")
         ids = () if greedy is None else greedy.tolist()
-        head = cls(tensors["head.x"], ids, Scores.restored(tensors))
+        confident = tensors.get("head.confident")
+        rows = () if confident is None else confident.tolist()
+        head = cls(tensors["head.x"], ids, Scores.restored(tensors), rows)
+        if confident is not None:
+            head.totals_C = array("d", tensors["head.totals"].tolist())
         if greedy is not None:
             head.peaks_G = array("f", tensors["head.peaks"].tolist())
             head.ids_G = array("q", tensors["head.ids"].tolist())

@@ -453,7 +453,9 @@ class TorchRunner:
             if streams:
                 places = zip(members, counts, strict=True)
                 ids = [program.rows[r].request_id for r, num in places for _ in range(num)]
-            frame.head = HeadState(vocabulary.norm(x), self.sampler.plain(ids, frame.dead), scores)
+            plain = self.sampler.plain(ids, frame.dead)
+            confident = self.sampler.confident(ids, plain)
+            frame.head = HeadState(vocabulary.norm(x), plain, scores, confident)
         head, num = frame.head, vocabulary.num_blocks
         if pos < head.scores.num_units:
             dead = {i for i, r in enumerate(members) if frame.is_dead(r)}

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from qllm.cli import app
 from qllm.cli.app import FAILED
+from qllm.models.depth_profile import read
 from qllm.models.loader import load
 from tests.support.files import ROOT
 
@@ -62,9 +63,34 @@ def test_a_folder_with_a_known_model_is_profiled(known: Path, tmp_path: Path) ->
     assert said in " ".join(done.stdout.split())
 
 
+def test_depths_are_measured_and_written_beside_the_weights(known: Path, tmp_path: Path) -> None:
+    again = tmp_path / "again.json"
+    arguments = ["profile", str(known), "--depths", "--candidates", "1,2", "--tokens", "64"]
+    arguments += ["--set", "conformance=false", "--memory", "2GiB", "--threads", "1"]
+    done = runner.invoke(app, arguments, terminal_width=200)
+    assert done.exit_code == 0, done.stderr
+    found = read(str(known))
+    assert [one.depth for one in found.depths] == [1, 2, 4]
+    assert [one.agreed == 1 for one in found.depths] == [False, True, True]
+    rows = [line.split() for line in done.stdout.splitlines() if " of 4 " in line]
+    assert [row[0] for row in rows] == ["1", "2", "4"] * 2
+    assert [row[3] for row in rows[1:3]] == ["100.0%"] * 2
+    assert [row[-1] for row in rows[3:]] == [f"{one.kv_tokens:,}" for one in found.depths]
+    done = runner.invoke(app, [*arguments, "--text", str(TEXT), "--output", str(again)])
+    assert done.exit_code == 0, done.stderr
+    assert list(read(str(known), again).depths[0].agreement) == ["drafts"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
+        (["tiny", "--candidates", "1"], "--candidates and --output go with --depths"),
+        (["tiny", "--depths", "--candidates", "1,x"], "must be depths with commas between"),
+        (["tiny", "--depths", "--candidates", "7"], "depth 7 must be in [1, 4]"),
+        (["tiny", "--depths", "--set", "depth=2"], "leave depth out"),
+        (["tiny", "--depths", "--output", "/proc/x"], "cannot be written to '/proc/x'"),
+        (["tiny", "--depths", "--output", "/"], "is a folder; name a file"),
+        (["tiny", "--depths", "--text", "no-such.txt"], "text 'no-such.txt' cannot be read"),
         (["tiny"], "a profile needs a text"),
         (["tiny", "--text", "no-such.txt"], "text 'no-such.txt' cannot be read"),
         (["no-such-model", "--text", str(TEXT)], "known aliases"),

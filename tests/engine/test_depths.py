@@ -150,6 +150,8 @@ def test_what_layers_leave_free_becomes_kv(tmp_path: Path) -> None:
         assert f"its weights {weights:,} bytes" in said
         assert f"its KV {tokens:,} tokens" in said
         assert f"its prefix cache {pages:,} tokens" in said
+        assert "its seats 32 (max_num_seqs)" in said
+        assert f"KV has room for {tokens // 2048:,} requests of 2,048 tokens" in said
         assert ("answers differ" in said) is (depth == "1")
 
 

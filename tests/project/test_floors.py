@@ -116,6 +116,7 @@ GROUPS = {
         f"{BASE} names cores engine grammar ingress models record", STDLIB | {"rich"}
     ),
     "fleet": Floor(f"{BASE} frontend ingress", STDLIB),
+    "fleet.audit fleet.choice": Floor("errors types fleet.audit", PURE),
     ROUTES: Floor("errors types fleet.routes", PURE | {"logging"}),
     "transformers": Floor("errors kernels models runner", STDLIB | {"torch", "transformers"}),
     "llm": Floor(
@@ -149,6 +150,7 @@ GROUPS = {
         f"{BASE} engine llm models plugins record workloads",
         STDLIB | {"matplotlib", "rich", "tokenizers", "torch", "transformers"},
     ),
+    "measure.depths": Floor(f"{BASE} llm measure models record.metrics", STDLIB | {"torch"}),
     "measure.profile measure.profile_figure": Floor(
         f"{BASE} engine ingress.inproc measure models runner scheduler",
         STDLIB | {"matplotlib", "torch"},
@@ -158,6 +160,7 @@ GROUPS = {
         "models plugins record runner.protocol scheduler workloads",
         STDLIB | {"numpy", "pydantic", "transformers"},
     ),
+    "sim.depths": Floor("errors types fleet.audit fleet.choice models.depth_profile", STDLIB),
     "sim.calibrate": Floor(
         f"{BASE} engine ingress measure models plugins record runner scheduler sim",
         STDLIB | {"numpy", "torch", "transformers"},

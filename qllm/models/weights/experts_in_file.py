@@ -46,13 +46,12 @@ from qllm.models.weights.expert_source import ExpertSource
 from qllm.models.weights.experts_apart import ExpertsApart
 from qllm.models.weights.formats.rounding import INT8_GROUPS
 from qllm.models.weights.quantised import Method
+from qllm.models.weights.sampled import sampled
 
 READERS = 8
 """Most threads that read and pack."""
 SOURCE_BYTES, SCRATCH_BYTES = 4, 16
 """Most bytes of a value in the checkpoint, and of a value on its way to its packed form."""
-SAMPLES, SAMPLE_BYTES = 256, 4096
-"""Number of places in a file of weights whose bytes identify it, and bytes of a place."""
 
 _log = logging.getLogger("qllm")
 
@@ -229,19 +228,8 @@ class ExpertsInFolder(ExpertsInFile):
 
 
 def digest_of(files: Sequence[Path]) -> str:
-    """Return a digest of the sizes, the times of change and a sample of the bytes of files.
-
-    Reading every byte would take as long as a load.
-    """
-    digest = blake2b(digest_size=16)
-    for path in files:
-        with path.open("rb") as file:
-            found = os.fstat(file.fileno())
-            digest.update(repr((found.st_size, found.st_mtime_ns)).encode())
-            last = max(0, found.st_size - SAMPLE_BYTES)
-            for i in range(SAMPLES):
-                digest.update(os.pread(file.fileno(), SAMPLE_BYTES, last * i // (SAMPLES - 1)))
-    return digest.hexdigest()
+    """Return a digest of the sizes, the times of change and a sample of the bytes of files."""
+    return sampled(files, times=True)
 
 
 @contextmanager

@@ -236,6 +236,25 @@ def logprobs_of(logits_V: Floats32, token_id: int, num_top: int) -> Logprobs:
     return Logprobs(float(found[token_id]), tuple(pairs))
 
 
+def log_total(logits_RV: Floats32) -> Floats64:
+    """Return for each row the logarithm of the sum of exp(logit), in fp64."""
+    x_RV = logits_RV.astype(np.float64)
+    peak_R = x_RV.max(axis=1)
+    with np.errstate(invalid="ignore", over="ignore"):  # broken rows raise when a token is chosen
+        found: Floats64 = peak_R + np.log(np.exp(x_RV - peak_R[:, None]).sum(axis=1))
+    return found
+
+
+def confidence_of(peak: float, total: float) -> float:
+    """Return the probability of the largest logit.
+
+    Args:
+        peak: Largest logit.
+        total: Logarithm of the sum of exp(logit).
+    """
+    return math.exp(peak - total)
+
+
 def choose_all(rows: Sequence[SampledRow]) -> list[Choice]:
     """Choose the tokens of rows. If the kernel was built, its threads run in parallel."""
     if native is None:

@@ -23,6 +23,8 @@ from qllm.runner.sampling.definition import (
     Floats64,
     SampledRow,
     choose_all,
+    confidence_of,
+    log_total,
     readable,
     share_of,
 )
@@ -132,7 +134,7 @@ class Sampler:
         """
         request = self._requests[request_id]
         p = request.sampling
-        asks_more = p.logprobs is not None or p.logit_bias or p.limits_tokens
+        asks_more = p.logprobs is not None or p.confidence or p.logit_bias or p.limits_tokens
         if asks_more or p.has_penalties:
             return None
         return p, request.seed
@@ -169,7 +171,8 @@ class Sampler:
             return []
         requests = [self._requests[i] for i in request_ids]
         logits_BV = logits_BV.detach()
-        if logits_BV.device.type != "cpu" and all(r.is_plain for r in requests):
+        only_best = all(r.is_plain and not r.sampling.confidence for r in requests)
+        if logits_BV.device.type != "cpu" and only_best:
             best = logits_BV.argmax(dim=1)  # only the argmax leaves the device
             peak = logits_BV.gather(1, best[:, None])[:, 0]
             both = zip(request_ids, best.tolist(), peak.float().tolist(), positions, strict=True)
@@ -184,6 +187,11 @@ class Sampler:
                 rows[b] = row
         for b, found in zip(rows, choose_all(list(rows.values())), strict=True):
             sampled[b] = self._sampled(request_ids[b], found, positions[b])
+            if requests[b].sampling.confidence and found.token_id is not None:
+                own = confidence_of(
+                    found.peak, log_total(rows[b].logits_V.float().numpy()[None])[0]
+                )
+                sampled[b] = sampled[b]._replace(confidence=own)
         return [sampled[b] for b in range(len(requests))]
 
     def guess(
@@ -257,6 +265,11 @@ class Sampler:
     def plain(self, ids: Sequence[RequestId], dead: Container[RequestId]) -> list[int]:
         """Return indices of dead requests, and of requests whose token is the raw argmax."""
         return [i for i, one in enumerate(ids) if one in dead or self._requests[one].is_plain]
+
+    def confident(self, ids: Sequence[RequestId], plain: Sequence[int]) -> list[int]:
+        """Return those of some plain indices whose requests ask for confidence."""
+        known = self._requests
+        return [i for i in plain if ids[i] in known and known[ids[i]].sampling.confidence]
 
     def greedy(self, request_id: RequestId, token_id: int, peak: float, position: int) -> Sampled:
         """Return the token of a plain request: the lowest id of the largest logit, `peak`.
