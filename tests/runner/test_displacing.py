@@ -174,3 +174,24 @@ def test_be_has_the_experts_of_two_tokens_beside_ls(num_slots: int) -> None:
     assert displacing.num_ls == (
         32 if num_slots == 64 else max(0, num_slots // 2 * (num_slots > 8))
     )
+
+
+def test_a_long_prompt_takes_few_slots_of_experts_with_a_score() -> None:
+    displacing = Displacing(64, 40, TOP_K)
+    slots = full(displacing, 40)
+    assert displacing.choose(slots, 40, Use.PASSING, 0) == [0, 1, 2, 3, 4], "not all that are cold"
+    displacing.count(np.arange(37), Use.BE, 0)
+    assert displacing.choose(slots, 40, Use.PASSING, 0) == [37, 38, 39, 0, 1]
+    assert displacing.choose(slots, 3, Use.PASSING, 0) == [37, 38, 39]
+    slots.owner[39], slots.may_go[39] = NONE, False
+    slots.coming[39] = 60
+    assert displacing.choose(slots, 40, Use.PASSING, 0) == [37, 38, 0, 1], "one comes already"
+    slots.coming[39] = 5
+    assert displacing.choose(slots, 40, Use.PASSING, 0) == [37, 38, 0, 1, 2]
+    assert len(displacing.choose(slots, 40, Use.PASSING, 0, by_right=True)) == 39
+
+
+def test_uses_of_a_long_prompt_do_not_count() -> None:
+    displacing = Displacing(8, 4, TOP_K)
+    displacing.count(np.array([0]), Use.PASSING, 0)
+    assert displacing.choose(full(displacing, 4, [0, 9, 0, 0]), 1, Use.BE, 0) == [1]
