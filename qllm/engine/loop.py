@@ -400,11 +400,7 @@ class EngineLoop:
             self._failed(program, decision.start, start_ns, error)
             return
         end_ns = self.now_ns()
-        waits = (
-            not is_done
-            and self.waits is not None
-            and self.waits.ran(program, end, start_ns, end_ns)
-        )
+        waits = self.waits is not None and self.waits.ran(program, end, start_ns, end_ns)
         by_word = not (is_done or waits) and CONTROL < stop.word < program.stop_below
         self._emit(
             trace.Ran(

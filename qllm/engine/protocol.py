@@ -57,11 +57,11 @@ class Waits(Protocol):
     """The frames that wait for experts, of a model whose experts are in a file."""
 
     def ran(self, program: Program, end: Index, start_ns: int, end_ns: int) -> bool:
-        """Park the running program if its run ended because experts are missing.
+        """Count the experts that the running program used, and park it if it misses others.
 
         Args:
             program: Program that ran.
-            end: Boundary where the run ended, before the end of the program.
+            end: Boundary where the run ended.
             start_ns: Time when the run began.
             end_ns: Time when the run ended.
 

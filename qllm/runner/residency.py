@@ -3,9 +3,11 @@
     file -> slots, within one budget for all layers    table: expert -> its slot, read by kernels
 
 A runner that `parks` returns when experts are missing, and another thread reads them (`reserve`,
-`end_read`). Otherwise a read blocks the runner (`pinned`). An expert displaces the expert that was
-used longest ago, unless that one is pinned. An entry of the table is set when all bytes of the
-expert are read and checked. It is cleared before its slot is used for another expert.
+`end_read`). Otherwise a read blocks the runner (`pinned`). Uses decide which expert an expert
+displaces (`qllm.runner.displacing`). A pinned expert stays. An entry of the table is set when all
+bytes of the expert are read and checked. It is cleared before its slot is used for another expert.
+
+The budget counts all memory of experts: reads go into the slots, without a buffer.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -19,9 +21,7 @@ from torch import Tensor
 from qllm.errors import InvariantError, ModelError
 from qllm.kernels import cpu
 from qllm.models.weights.expert_file import ExpertFile, refuse_too_few
-
-NONE = -1
-"""Owner of an empty slot, and slot of an absent expert."""
+from qllm.runner.displacing import NONE, Displacing, Slots, Use
 
 
 class Residency:
@@ -56,9 +56,15 @@ class Residency:
         """True if a runner returns when experts are missing."""
         self.top_k = top_k
         """Experts per token."""
+        self.displacing = Displacing(self.num_experts, self.num_slots, top_k)
+        """Choice of the slots that lose their experts."""
+        self._num_counted = 0
+        """Time up to which uses are counted."""
         self._memory: Tensor | None = None
         self._slot_of = np.full(self.num_experts, NONE)
         self._owner = np.full(self.num_slots, NONE)
+        self._coming = np.full(self.num_slots, NONE)
+        """Rows of the experts that are read into the slots."""
         self._pins = np.zeros(self.num_slots, dtype=np.int64)
 
     def enter(self) -> None:
@@ -71,7 +77,7 @@ class Residency:
         """Free the slots. Idempotent."""
         self._memory = None
         self.table[:] = 0
-        self._slot_of[:] = self._owner[:] = NONE
+        self._slot_of[:] = self._owner[:] = self._coming[:] = NONE
         self._pins[:] = 0
 
     def name_of(self, layer: int) -> str:
@@ -98,10 +104,11 @@ class Residency:
         """Number of experts in memory. Callable from any thread."""
         return int((self._owner != NONE).sum())
 
-    def reserve(self, layer: int, slot: int) -> memoryview:
-        """Empty a slot for an expert of a layer, and pin the slot until `end_read`."""
-        memory = self._empty(layer, slot)
+    def reserve(self, wanted: "Wanted", slot: int) -> memoryview:
+        """Empty a slot for an expert, and pin the slot until `end_read`."""
+        memory = self._empty(wanted.layer, slot)
         self._pins[slot] += 1
+        self._coming[slot] = wanted.number
         view: memoryview = memory.numpy().data
         return view
 
@@ -113,6 +120,7 @@ class Residency:
             number: Row of the expert whose bytes are in the slot; None if it was not read.
         """
         self._pins[slot] -= 1
+        self._coming[slot] = NONE
         if number is not None:
             assert self._memory is not None, "the slots are not allocated"
             self._own(number, slot, self._memory[slot].data_ptr())
@@ -135,6 +143,7 @@ class Residency:
     def pinned(self, layer: int, first: int, experts: Iterable[int]) -> Iterator[None]:
         """See `LayerResidency.pinned`. `first` is the layer's first row of the table."""
         wanted, pinned = list(dict.fromkeys(experts)), list[int]()
+        self.count(Use.BE, 0)
         try:
             for expert in wanted:
                 if (slot := int(self._slot_of[first + expert])) != NONE:
@@ -142,7 +151,7 @@ class Residency:
             for expert in wanted:
                 if self._slot_of[first + expert] != NONE:
                     continue
-                if not (free := self.least_used(1)):
+                if not (free := self.free_slots(1)):
                     break
                 self._bring(layer, expert, first + expert, free[0])
                 self._pin(free[0], pinned)
@@ -156,20 +165,35 @@ class Residency:
         self._pins[slot] += 1
         pinned.append(slot)
 
-    def least_used(self, most: int, keep: Collection[int] = ()) -> list[int]:
-        """Return the slots that are used next: empty slots, then those used longest ago.
+    def free_slots(
+        self,
+        most: int,
+        keep: Collection[int] = (),
+        use: Use = Use.BE,
+        now_ns: int = 0,
+        *,
+        by_right: bool = False,
+    ) -> list[int]:
+        """Return unpinned slots for experts: see `Displacing.choose`.
 
         Args:
             most: Most slots.
             keep: Slots that stay, in addition to pinned slots.
+            use: Kind of the frame that needs the slots.
+            now_ns: The engine's clock.
+            by_right: True to displace any expert whose slot may go.
         """
-        is_free = self._pins == 0
-        is_free[list(keep)] = False
-        free = np.flatnonzero(is_free)
-        owner = self._owner[free]
-        order = np.where(owner == NONE, NONE, self.table[owner, 1]).argsort(kind="stable")
-        found: list[int] = free[order[:most]].tolist()
-        return found
+        may_go = self._pins == 0
+        may_go[list(keep)] = False
+        slots = Slots(self._owner, self._coming, self.table[self._owner, 1], may_go)
+        return self.displacing.choose(slots, most, use, now_ns, by_right=by_right)
+
+    def count(self, use: Use, now_ns: int) -> int:
+        """Count the uses of experts since the last call; return their number."""
+        numbers = np.flatnonzero(self.table[:, 1] > self._num_counted)
+        self._num_counted = self.clock
+        self.displacing.count(numbers, use, now_ns)
+        return len(numbers)
 
     def _bring(self, layer: int, expert: int, number: int, slot: int) -> None:
         """Read an expert into an unpinned slot."""

@@ -100,13 +100,14 @@ class WaitStorm(Storm):
 @pytest.mark.parametrize("kv", ["much", "evicts", "swaps"])
 @pytest.mark.parametrize("policy", ["qllm2", "fcfs", "priority", "chaos"])
 @pytest.mark.parametrize(
-    ("family", "kernels", "more"),
-    [("qwen3_moe", "fast", 0), ("gpt_oss", "fast", 3), ("mixtral", "reference", 1)],
+    ("family", "kernels"),
+    [("qwen3_moe", "fast"), ("gpt_oss", "fast"), ("mixtral", "reference")],
 )
 def test_a_storm_has_the_tokens_of_resident_experts(
-    tmp_path: Path, family: str, kernels: str, more: int, policy: str, kv: str, seed: int
+    tmp_path: Path, family: str, kernels: str, policy: str, kv: str, seed: int
 ) -> None:
-    """The least memory is that for the experts of one token."""
+    """The memory is drawn. The least is that for the experts of one token."""
+    more = random.Random(f"{family}{policy}{kv}{seed}").choice((0, 0, 1, 3, 7))
     folder = saved(tmp_path, family)
     settings: dict[str, Any] = {"kernels": kernels, "policy": policy, "record": True}
     if policy == "chaos":

@@ -200,6 +200,7 @@ OWN_BENCHES = {
     "kernels.delta_net": "models.discover runner",
     "kernels.perplexity": "models runner",
     "kernels.perplexity_talk": "models runner",
+    "models.experts_disk": "runner",  # another choice of experts that stay
     "models.real_size": "models",  # counts packed bytes, and the bytes of a token
     "models.shape_floors": "models.weights",  # bits of a weight that was rounded
     "serving.on_ray": "ray",

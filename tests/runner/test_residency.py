@@ -18,6 +18,7 @@ from qllm.models.weights.expert_file import (
     room_for,
     written,
 )
+from qllm.runner.displacing import HALF_LIFE, LEAST_SCORE
 from qllm.runner.residency import LayerResidency, Residency
 
 SAYS = {"weights": "a"}
@@ -70,13 +71,21 @@ def present(residency: Residency, layers: list[LayerResidency]) -> set[tuple[int
     return found
 
 
-class Lru:
-    """A slow residency: present experts from the one used longest ago to the one used last."""
+class Lfu:
+    """A slow residency, which counts all uses again before each read."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots, self.now, self.num_reads = num_slots, 0, 0
         self.used = dict[tuple[int, int], int]()
+        self.uses = list[tuple[int, int]]()
         self.pins = list[tuple[int, int]]()
+
+    def score(self, one: tuple[int, int]) -> tuple[float, int]:
+        half_life, found = HALF_LIFE * self.num_slots, 0.0
+        for i, other in enumerate(self.uses, 1):
+            found = found / 2 if i % half_life == 0 else found
+            found = (found if found >= LEAST_SCORE else 0.0) + (other == one)
+        return found, -self.used[one]
 
     def pin(self, wanted: list[tuple[int, int]]) -> list[tuple[int, int]]:
         held = [one for one in wanted if one in self.used]
@@ -84,11 +93,11 @@ class Lru:
         for one in wanted:
             if one in held:
                 continue
-            free = {other: used for other, used in self.used.items() if other not in self.pins}
+            free = [other for other in self.used if other not in self.pins]
             if len(self.used) == self.num_slots:
                 if not free:
                     break
-                del self.used[min(free, key=lambda other: free[other])]
+                del self.used[min(free, key=self.score)]
             self.used[one], self.num_reads = self.now, self.num_reads + 1
             self.pins.append(one)
             held.append(one)
@@ -100,10 +109,10 @@ class Lru:
 def test_drawn_calls_leave_the_experts_of_a_slow_residency(
     file: ExpertFile, num_slots: int, seed: int
 ) -> None:
-    """Every use has a time of its own, so that the expert used longest ago is one expert."""
+    """Every use has a time of its own, so that the expert used last is one expert."""
     rng = random.Random(seed)
     residency, layers = entered(file, num_slots)
-    slow, nested = Lru(num_slots), list[tuple[Any, list[tuple[int, int]]]]()
+    slow, nested = Lfu(num_slots), list[tuple[Any, list[tuple[int, int]]]]()
     for _ in range(150):
         layer = rng.randrange(len(LAYERS))
         experts = rng.sample(range(NUM[layer]), rng.randint(1, NUM[layer]))
@@ -123,6 +132,7 @@ def test_drawn_calls_leave_the_experts_of_a_slow_residency(
                 slow.now += 1
                 layers[layer].use([expert])
                 slow.used[layer, expert] = slow.now
+                slow.uses.append((layer, expert))
             nested.append((block, held))
         assert present(residency, layers) == set(slow.used)
         assert residency.num_reads == slow.num_reads

@@ -18,7 +18,7 @@ from typing import Any
 from qllm.engine.kv.tier import GENTLE_SHARE, PageLoad, StoredPage, Write, Written
 from qllm.engine.storage.file import KvFile
 from qllm.engine.storage.own_threads import set_own_torch_threads
-from qllm.engine.storage.reads import DiskOrder, DiskThreads
+from qllm.engine.storage.reads import DiskOrder, DiskThreads, rest_s
 from qllm.scheduler.prefix import Name
 from qllm.types import NS_PER_S
 
@@ -145,7 +145,7 @@ class Mover(DiskThreads):
         with self._lock:
             self._is_resting = True
             self._lock.notify_all()
-            self._lock.wait_for(self._may_read, rest_s(busy_s))
+            self._lock.wait_for(self._may_read, rest_s(busy_s, GENTLE_SHARE))
             self._is_resting = False
 
     def _may_read(self) -> bool:
@@ -240,8 +240,3 @@ def _alone(serve: Callable[[], None]) -> None:
     """Serve on this thread, without helper threads of torch."""
     set_own_torch_threads(1)
     serve()
-
-
-def rest_s(busy_s: float, share: float = GENTLE_SHARE) -> float:
-    """Return the seconds that a thread must rest after work, to use only `share` of a core."""
-    return busy_s * (1 - share) / share

@@ -3,12 +3,16 @@
     experts for LS --> experts for BE --> stores of KV        loads of KV have a thread of their own
 
 Inside a class, experts for the oldest request are read first. A read that has begun is not stopped.
+While LS requests exist, a thread rests after a read for BE (`BE_SHARE`). It never rests while LS
+waits for a read.
 """
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from qllm.runner.displacing import Use
 from qllm.runner.residency import Wanted
 
 Rank = tuple[bool, int, int]
@@ -17,6 +21,8 @@ LAST: Rank = (True, 1 << 62, 0)
 """Rank of a read for which no frame waits any more."""
 NUM_THREADS = 2
 """Number of threads that read. One reads while another checks what it has read."""
+BE_SHARE = 0.125
+"""Share of a core that a thread takes to read for BE while LS requests exist."""
 CLOSE_S = 5.0
 """Seconds that `close` waits for a disk."""
 
@@ -63,6 +69,8 @@ class Ticket:
 
     frame_id: int
     rank: Rank
+    use: Use
+    """Kind of the frame."""
     wanted: tuple[Wanted, ...]
     """Experts that the frame needs, in the order of its work units."""
     is_range: bool
@@ -99,6 +107,8 @@ class ExpertRead:
     """Frames that wait for the expert."""
     begun_ns: int | None = None
     """Time when a thread began to read; None if no thread has."""
+    is_for_ls: bool = False
+    """True if LS waited for the expert when a thread began to read."""
     is_late: bool = False
     """True if the read took longer than the engine waits for a disk."""
     error: Exception | None = None
@@ -133,7 +143,9 @@ class ReadThreads(DiskThreads):
         self._queue: list[ExpertRead] = []
         self._running: list[ExpertRead] = []
         self._finished: list[ExpertRead] = []
-        self._is_asleep = False
+        self._is_asleep = self._is_gentle = False
+        self.num_resting = 0
+        """Number of threads that rest."""
         super().__init__(order, {f"qllm-expert-read-{i}": self._serve for i in range(NUM_THREADS)})
 
     # -- the engine's thread
@@ -144,6 +156,13 @@ class ReadThreads(DiskThreads):
             self._queue += reads
             self._order.num_reads += len(reads)
             self._lock.notify_all()
+
+    def be_gentle(self, gentle: bool) -> None:
+        """Set whether LS requests exist. If so, reads for BE get only a small share of a core."""
+        if gentle is not self._is_gentle:
+            with self._lock:
+                self._is_gentle = gentle
+                self._lock.notify_all()
 
     def cancel(self, read: ExpertRead) -> bool:
         """Take a read out of the queue; return False if it has begun."""
@@ -199,11 +218,27 @@ class ReadThreads(DiskThreads):
 
     def _serve(self) -> None:
         while (read := self._next()) is not None:
+            start = time.thread_time()
             try:
                 self._read(*read.wanted[:2], read.into)
             except Exception as error:  # noqa: BLE001 - ends the rows that need the expert
                 read.error = error
             self._end(read)
+            if not read.is_for_ls:
+                self._rest(time.thread_time() - start)
+
+    def _rest(self, busy_s: float) -> None:
+        """Rest so that LS requests can use the machine."""
+        with self._lock:
+            self.num_resting += 1
+            self._lock.notify_all()
+            self._lock.wait_for(self._may_read, rest_s(busy_s, BE_SHARE))
+            self.num_resting -= 1
+
+    def _may_read(self) -> bool:
+        """Return True if no thread rests: LS waits for an expert, or no LS exists."""
+        waits = any(not read.rank[0] for read in self._queue)
+        return waits or self._closing or not self._is_gentle
 
     def _next(self) -> ExpertRead | None:
         with self._lock:
@@ -214,7 +249,7 @@ class ReadThreads(DiskThreads):
             read = min(self._queue, key=lambda read: read.rank)
             self._queue.remove(read)
             self._running.append(read)
-            read.begun_ns = self._now_ns()
+            read.begun_ns, read.is_for_ls = self._now_ns(), not read.rank[0]
             return read
 
     def _end(self, read: ExpertRead) -> None:
@@ -230,3 +265,8 @@ class ReadThreads(DiskThreads):
             self._lock.notify_all()
         if wakes:
             self._wake()
+
+
+def rest_s(busy_s: float, share: float) -> float:
+    """Return the seconds that a thread must rest after work, to use only `share` of a core."""
+    return busy_s * (1 - share) / share

@@ -24,6 +24,7 @@ from qllm.engine.storage.reads import (
     Ticket,
 )
 from qllm.errors import ModelError
+from qllm.runner.displacing import Use
 from qllm.runner.residency import Missing, Residency
 from qllm.scheduler.decision import Parked
 from qllm.scheduler.program import Index, Program
@@ -32,6 +33,8 @@ from qllm.types import NS_PER_MS, NS_PER_S, Priority
 
 DEADLINE_NS = 30 * NS_PER_S
 """Longest time that an expert is read. After it, the frames that wait for the expert fail."""
+LONG_TOKENS = 16
+"""Tokens of prompts in a pass of BE from which on its experts pass through few slots."""
 MOST_FAILURES = 3
 """Number of failed reads in a row after which the engine is not ready."""
 
@@ -70,14 +73,19 @@ class ExpertWaits:
         self._num_failures = 0
         self.failure: str | None = None
         """Error of the last read, if `MOST_FAILURES` reads in a row have failed."""
-        self._counts = {name: {"loads": 0, "bytes": 0, "waits_ms": 0.0} for name in ("LS", "BE")}
+        zero = {"uses": 0, "loads": 0, "bytes": 0, "waits_ms": 0.0}
+        self._counts: dict[str, dict[str, Any]] = {name: dict(zero) for name in ("LS", "BE")}
         residency.parks = True
 
     # -- the loop
 
     def ran(self, program: Program, end: Index, start_ns: int, end_ns: int) -> bool:
         """See `Waits.ran`."""
-        frame_id, missing = program.frame_id, self._missing(program)
+        use = self._use(program)
+        num_uses = self._residency.count(use, end_ns)
+        self._counts["LS" if use is Use.LS else "BE"]["uses"] += num_uses
+        frame_id = program.frame_id
+        missing = None if end == program.end else self._missing(program)
         ticket = self._tickets.pop(frame_id, None)
         if missing is None:
             self._void(ticket)
@@ -85,7 +93,7 @@ class ExpertWaits:
         wanted = tuple(map(missing.residency.wanted, missing.experts))
         parked = self._scheduler.running
         assert parked is not None
-        made = Ticket(frame_id, self._rank(parked), wanted, missing.is_range, end_ns)
+        made = Ticket(frame_id, self._rank(parked), use, wanted, missing.is_range, end_ns)
         for one in wanted:
             if (read := self._reads.get(one.number)) is not None:
                 self._threads.join(made, read)
@@ -101,11 +109,14 @@ class ExpertWaits:
         if not self._tickets:
             return
         self._look(now_ns)
+        live = self._scheduler.requests.values()
+        self._threads.be_gentle(any(r.priority <= Priority.LS and not r.is_paused for r in live))
         order = sorted(self._tickets.values(), key=lambda ticket: ticket.rank)
         is_blocked = False
         for ticket in order:
             if ticket.is_waiting and not ticket.has_slots:
-                is_blocked = not self._give(ticket, order, may_take=not is_blocked) or is_blocked
+                has_slots = self._give(ticket, order, now_ns, may_take=not is_blocked)
+                is_blocked = is_blocked or not has_slots
         self._find_late(now_ns, order)
         yield from self._failed()
         for ticket in list(self._tickets.values()):
@@ -160,6 +171,16 @@ class ExpertWaits:
         alive = parked.alive(parked.program.rows, self._scheduler.requests)
         return min((r.priority > Priority.LS, r.arrival_ns, r.request_id) for r, _ in alive)
 
+    def _use(self, program: Program) -> Use:
+        """Return the kind of a frame that uses experts."""
+        rows, requests = program.rows, self._scheduler.requests
+        if any(
+            requests[r.request_id].priority <= Priority.LS for r in rows if r.request_id in requests
+        ):
+            return Use.LS
+        num_prompt = sum(row.num_tokens for row in rows if row.num_tokens > 1)
+        return Use.PASSING if num_prompt >= LONG_TOKENS else Use.BE
+
     def _void(self, ticket: Ticket | None) -> None:
         """Give up the slots of a ticket. Reads that have begun end, and their experts stay."""
         if ticket is None:
@@ -193,12 +214,15 @@ class ExpertWaits:
 
     # -- slots
 
-    def _give(self, ticket: Ticket, order: Sequence[Ticket], *, may_take: bool) -> bool:
+    def _give(
+        self, ticket: Ticket, order: Sequence[Ticket], now_ns: int, *, may_take: bool
+    ) -> bool:
         """Give slots to a ticket, and queue its reads; return False if there are too few slots.
 
         Args:
             ticket: Ticket without slots.
             order: All tickets, first to last.
+            now_ns: The engine's clock.
             may_take: False if an earlier ticket lacks slots. Then this one gets no further slots.
         """
         absent = [one for one in ticket.wanted if self._residency.place(one.number) is None]
@@ -208,12 +232,12 @@ class ExpertWaits:
         new = [one for one in absent if one.number not in self._reads]
         num_there = len(ticket.wanted) - len(new)
         num_needed = max(0, self._enough(ticket) - num_there)
-        slots = self._slots(ticket, len(new), num_needed, order) if may_take else []
+        slots = self._slots(ticket, len(new), num_needed, order, now_ns) if may_take else []
         if num_there + len(slots) < (len(ticket.wanted) if ticket.is_range else 1):
             return False
         reads = []
         for one, slot in zip(new, slots, strict=False):
-            into = self._residency.reserve(one.layer, slot)
+            into = self._residency.reserve(one, slot)
             self._reads[one.number] = read = ExpertRead(one, slot, into, [ticket])
             ticket.reads[one.number] = read
             reads.append(read)
@@ -223,15 +247,23 @@ class ExpertWaits:
             self._threads.expect(ticket, num)
         return True
 
-    def _slots(self, ticket: Ticket, most: int, least: int, order: Sequence[Ticket]) -> list[int]:
-        """Return at most `most` slots. To have `least`, slots that later tickets hold are taken."""
+    def _slots(
+        self, ticket: Ticket, most: int, least: int, order: Sequence[Ticket], now_ns: int
+    ) -> list[int]:
+        """Return at most `most` slots.
+
+        To have `least`, the first ticket displaces any expert that no ticket holds. Then slots that
+        later tickets hold are taken.
+        """
         residency = self._residency
         places = {t.frame_id: self._places(t) for t in order if t.has_slots}
         own = self._places(ticket)
-        found = residency.least_used(most, own.union(*places.values()))
+        is_first, held = ticket is order[0], own.union(*places.values())
+        found = residency.free_slots(most, held, ticket.use, now_ns)
+        if len(found) < least and is_first:
+            found = residency.free_slots(least, held, ticket.use, now_ns, by_right=True)
         if len(found) >= least:
             return found
-        is_first = ticket is order[0]
         later = [t for t in order if t.has_slots and t.rank > ticket.rank]
         later = [t for t in later if is_first or t.is_ls < ticket.is_ls]
         kept = own.union(*(places[t.frame_id] for t in order if t.has_slots and t not in later))

@@ -13,7 +13,8 @@ from qllm.engine.kv.loading import LoadingIngress
 from qllm.engine.kv.prefix import PrefixCache
 from qllm.engine.kv.tier import GENTLE_SHARE, LATE, FileTier, PageLoad, StoredPage, Write, Written
 from qllm.engine.storage import mover
-from qllm.engine.storage.mover import SHARE, Mover, rest_s
+from qllm.engine.storage.mover import SHARE, Mover
+from qllm.engine.storage.reads import rest_s
 from qllm.ingress import Update
 from qllm.plugins import load_policy
 from qllm.policy import Tier

@@ -2,6 +2,7 @@
 
 import errno
 import random
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from qllm.engine.storage import reads
 from qllm.engine.storage.mover import Mover
 from qllm.engine.storage.waits import DEADLINE_NS
 from qllm.errors import ModelError, PolicyError
 from qllm.plan import Plan
 from qllm.policy import View, next_row
 from qllm.record import trace
+from qllm.runner.displacing import LS_STAYS_NS
 from qllm.sim.check import _StallWatch
 from qllm.sim.world import LIMITS
 from qllm.types import NS_PER_MS, NS_PER_S, Cap, FinishReason
@@ -23,6 +26,7 @@ from qllm_policies.priority import PriorityPolicy
 from qllm_policies.qllm2 import Qllm2
 from tests.support.expert_waits import NUM_EXPERTS, TOP_K, WaitWorld
 from tests.support.scheduling import BE, LS, Fuzz, events, finished_well
+from tests.support.waiting import wait_for
 
 Make = Callable[..., WaitWorld]
 
@@ -163,6 +167,52 @@ def test_reads_for_ls_begin_first_and_then_those_of_the_oldest(make: Make) -> No
     world.let(4, 5)
     world.settle()
     assert sorted(world.begun[4:]) == [2, 3]
+
+
+@pytest.fixture
+def long_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let rests last until something ends them."""
+    monkeypatch.setattr(reads, "rest_s", lambda *_: threading.TIMEOUT_MAX)
+
+
+@pytest.mark.usefixtures("long_rests")
+def test_reads_for_be_rest_while_ls_exists_and_those_for_ls_never(make: Make) -> None:
+    world = make(num_slots=12, experts_of=lambda i: range(2, 10) if i == 0 else (0, 1))
+    world.submit(BE, 20, 1)
+    world.stop_at_wait()
+    world.let(2, 3)
+    world.settle()
+    assert world.begun == [2, 3, 4, 5], "no LS exists"
+    chat = world.submit(LS, 20, 50)
+    world.stop_at_wait()
+    world.let(4, 5)
+    world.settle()
+    assert sorted(world.begun[4:]) == [0, 1], "LS waits, so the threads do not rest"
+    world.let(0, 1)
+    wait_for(lambda: len(world.begun) == 8)
+    assert sorted(world.begun[6:]) == [6, 7]
+    world.let(6, 7)
+    wait_for(lambda: world.threads.num_resting == 2)
+    for _ in range(5):
+        world.step()
+    assert world.threads.num_resting == 2
+    assert len(world.begun) == 8
+    world.cancel(chat)
+    world.run_open()
+    assert sorted(world.begun[8:]) == [8, 9]
+    assert world.finished[0] is FinishReason.LENGTH
+
+
+@pytest.mark.usefixtures("long_rests")
+def test_threads_that_rest_can_be_closed(make: Make) -> None:
+    world = make(num_slots=12)
+    world.submit(BE, 20, 1)
+    world.stop_at_wait()
+    world.threads.be_gentle(True)
+    world.let(0, 1)
+    wait_for(lambda: world.threads.num_resting == 2)
+    world.close()
+    assert not any(thread.is_alive() for thread in world.threads._threads)
 
 
 def test_a_class_that_changes_changes_the_order_of_reads(make: Make) -> None:
@@ -517,3 +567,83 @@ def test_a_run_that_misses_at_once_does_not_count_as_a_run(make: Make) -> None:
     assert found.last_progress_ns == before
     world.run_open()
     finished_well(world)
+
+
+# -- whose experts stay
+
+
+def flooded(make: Make, prompt: int, be_experts: int, num_slots: int = 16) -> tuple[WaitWorld, Any]:
+    """A world in which LS has used four experts twice, and then BE uses others.
+
+    Returns:
+        The world, and a function that serves LS once more and returns the experts that it read.
+    """
+    chat = (0, 1, 2, 3)
+    flood = range(4, 4 + be_experts)
+
+    def experts_of(request: int) -> Any:
+        is_ls = world.scheduler.requests[request].priority <= LS
+        return chat if is_ls else flood
+
+    world = make(Qllm2(), num_slots, experts_of=experts_of)
+    world.is_open = True
+
+    def serve_ls() -> int:
+        before = world.waits.stats()["LS"]["loads"]
+        world.submit(LS, 20, 2)
+        world.run_open()
+        loads: int = world.waits.stats()["LS"]["loads"] - before
+        return loads
+
+    assert [serve_ls(), serve_ls()] == [4, 0]
+    for _ in range(3):
+        world.submit(BE, prompt, 8)
+        world.run_open()
+    return world, serve_ls
+
+
+def test_ls_finds_its_experts_after_prompts_of_be_that_use_all_others(make: Make) -> None:
+    """Long after the last LS, too, since what passes through has no score."""
+    world, serve_ls = flooded(make, 300, 36)
+    assert world.waits.stats()["BE"]["loads"] > 3 * 16
+    assert serve_ls() == 0
+    world.clock.at_ns += 3600 * NS_PER_S
+    world.submit(BE, 300, 1)
+    world.run_open()
+    assert serve_ls() == 0
+
+
+def test_ls_finds_its_experts_after_steps_of_be_while_ls_was_served_lately(make: Make) -> None:
+    world, serve_ls = flooded(make, 1, 36)
+    assert world.waits.stats()["BE"]["loads"] > 3 * 16
+    assert serve_ls() == 0
+    world.clock.at_ns += LS_STAYS_NS + NS_PER_S
+    for _ in range(12):
+        world.submit(BE, 1, 8)
+        world.run_open()
+    assert serve_ls() == 4, "BE may have the slots that LS uses no longer"
+
+
+def test_be_finds_its_experts_after_a_prompt_of_be(make: Make) -> None:
+    world, _ = flooded(make, 1, 8)
+    before = world.waits.stats()["BE"]["loads"]
+    world.runner.experts_of = lambda _: range(12, 40)
+    world.submit(BE, 300, 1)
+    world.run_open()
+    num_prompt = world.waits.stats()["BE"]["loads"] - before
+    assert num_prompt >= 28
+    world.runner.experts_of = lambda _: range(4, 12)
+    world.submit(BE, 1, 4)
+    world.run_open()
+    assert world.waits.stats()["BE"]["loads"] == before + num_prompt
+
+
+def test_uses_are_counted_by_class(make: Make) -> None:
+    world = make(num_slots=6)
+    world.is_open = True
+    world.submit(LS, 20, 3)
+    world.submit(BE, 20, 2)
+    world.run_open()
+    stats = world.waits.stats()
+    assert (stats["LS"]["uses"], stats["BE"]["uses"]) == (3 * TOP_K, 2 * TOP_K)
+    assert (stats["LS"]["loads"], stats["BE"]["loads"]) == (TOP_K, TOP_K)
