@@ -1,8 +1,9 @@
 """The application: an engine, its routes, and the layers in front of them."""
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -35,6 +36,18 @@ from qllm.server.state.store import Store
 from qllm.server.tools import choose
 
 
+class Model(NamedTuple):
+    """A further model of a server."""
+
+    engine: QLLMEngine
+    config: ServerConfig
+    """The server's settings, with the names and engine settings of this model."""
+    make: Callable[[], QLLMEngine] | None = None
+    """As for `create_app`."""
+    load_s: float = 1.0
+    """Seconds that the engine took to load."""
+
+
 class _State:
     """The state that outlives the server: batches and responses, with the workers of both."""
 
@@ -65,12 +78,13 @@ class _State:
         await self.responses.background.close()
 
 
-async def _close(supervisor: Supervisor | None, state: _State | None, front: Front) -> None:
-    if supervisor is not None:
+async def _close(supervisors: Sequence[Supervisor], state: _State | None, front: Front) -> None:
+    for supervisor in supervisors:
         await supervisor.close()
     if state is not None:
         await state.close()
-    await front.close()
+    for one in front.all:
+        await one.close()
     if state is not None:
         state.store.close()
 
@@ -80,6 +94,7 @@ def create_app(
     config: ServerConfig,
     make: Callable[[], QLLMEngine] | None = None,
     load_s: float = 1.0,
+    also: Sequence[Model] = (),
 ) -> FastAPI:
     """Return the ASGI application.
 
@@ -90,29 +105,36 @@ def create_app(
         make: Function that makes a new engine after an engine has failed; None allows no new
             engine.
         load_s: Seconds that the first engine took to load.
+        also: Further models. A request names its model; without a name it is for the first model.
+
+    Raises:
+        ConfigError: A setting is wrong, or two models have one name.
     """
     rules = read_rules(config.keys_file)
-    choose.check(engine.tokenizer, config.tool_calls)
-    is_local = config.engine_address is None
-    metrics = Metrics(config.model_name, is_local=is_local, drafter=engine.config.draft)
-    front = Front(engine, config, metrics, {rule.caller: rule for rule in rules})
-    prompts = StreamingPrompts(front)
+    models = [Model(engine, config, make, load_s), *also]
+    fronts = _fronts(models, {rule.caller: rule for rule in rules})
+    front, metrics = fronts[0], fronts[0].metrics
+    prompts = StreamingPrompts(config)
     log = access.Log() if config.access_log else None
 
     state = None if config.state_dir is None else _State(front, config.state_dir)
-    supervisor = None if make is None else Supervisor(front, make, load_s)
+    supervisors = [
+        Supervisor(one, model.make, model.load_s)
+        for one, model in zip(fronts, models, strict=True)
+        if model.make is not None
+    ]
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         if state is not None:
             await state.start()
-        if supervisor is not None:
+        for supervisor in supervisors:
             supervisor.start()
         try:
             yield
         finally:
             prompts.close()
-            await _close(supervisor, state, front)
+            await _close(supervisors, state, front)
             if log is not None:
                 log.write()
 
@@ -143,6 +165,22 @@ def create_app(
     app.middleware_stack = layers  # FastAPI's own layers are behind the shortcut
     _make_routes(app)
     return app
+
+
+def _fronts(models: Sequence[Model], rules: Mapping[str, Rule]) -> list[Front]:
+    """Return the fronts of all models, in order. Each has metrics of its own model."""
+    fronts: list[Front] = []
+    for engine, config, *_ in models:
+        choose.check(engine.tokenizer, config.tool_calls)
+        first = fronts[0] if fronts else None
+        metrics = Metrics(
+            config.model_name,
+            is_local=config.engine_address is None,
+            drafter=engine.config.draft,
+            beside=None if first is None else first.metrics,
+        )
+        fronts.append(Front(engine, config, metrics, rules, first))
+    return fronts
 
 
 def _guarded(

@@ -40,7 +40,7 @@ LOOP = (
     "engine.costs engine.delayed engine.delivery engine.drafts engine.effects engine.kv "
     "engine.limits engine.loop engine.prompt_updates engine.protocol"
 )
-ROUTES = "fleet.rebalance fleet.router fleet.routes fleet.stats"
+ROUTES = "fleet.models fleet.rebalance fleet.router fleet.routes fleet.stats"
 GROUPS = {
     # values, and rules without a clock
     VALUES: Floor("errors types", PURE),
@@ -122,12 +122,16 @@ GROUPS = {
         f"{BASE} cores engine fleet frontend grammar ingress models plugins record",
         STDLIB | {"rich", "transformers"},
     ),
+    "several": Floor(
+        f"{BASE} cores fleet frontend.handle llm models.stored",
+        STDLIB,
+    ),
     "server": Floor(
         f"__init__ {BASE} fleet names cores frontend grammar_check grammar_schema hints ingress "
-        "llm logs models.tokenizer plugins private record spelling",
+        "llm logs models.tokenizer plugins private record several spelling",
         WEB,
     ),
-    "server.config": Floor("config cores errors hints plugins spelling", WEB),
+    "server.config": Floor("config cores errors fleet.models hints plugins spelling", WEB),
     "server.metrics": Floor("types frontend.handle", WEB),
     "server.http": Floor("errors types frontend names server.config server.metrics", WEB),
     "server.requests": Floor(

@@ -478,7 +478,8 @@ async def respond_to_prompt(
     if body.prompt_id is None:
         return await respond(request, front, renderer, body, ask)
     check_alone(body)
-    with prompts.sending(request.state.caller, body.prompt_id, is_chat=is_chat) as opened:
+    caller, name = request.state.caller, body.prompt_id
+    with prompts.sending(front, caller, name, is_chat=is_chat) as opened:
         return await respond(request, front, renderer, body, replace(ask, opened=opened))
 
 
@@ -502,7 +503,12 @@ async def respond(
         try:
             await asyncio.sleep(0)  # the engine is notified, and computes during the rest
             renderer.serve(answer, body.service_tier)
-            headers = {"x-request-id": renderer.answer_id, **answer.served.headers(), **ignored}
+            headers = {
+                "x-request-id": renderer.answer_id,
+                **answer.served.headers(),
+                **front.headers(),
+                **ignored,
+            }
             if body.stream:
                 return EventStream(
                     stream(answer, renderer, body, front.config.comment_s),

@@ -110,9 +110,9 @@ def routes(front: Front, prompts: Sends) -> APIRouter:
     @router.post(ENDPOINT, responses=RESPONSES)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
-        front.check_model(body.model)
-        writer = ChatWriter(front, body)
-        ask = ask_of(front, body, writer.answer_id, front.config.request_timeout_s)
-        return await respond_to_prompt(request, front, prompts, writer, body, ask, is_chat=True)
+        own = front.of(body.model)
+        writer = ChatWriter(own, body)
+        ask = ask_of(own, body, writer.answer_id, own.config.request_timeout_s)
+        return await respond_to_prompt(request, own, prompts, writer, body, ask, is_chat=True)
 
     return router

@@ -167,9 +167,9 @@ def routes(front: Front, prompts: Sends) -> APIRouter:
     @router.post(ENDPOINT, responses=RESPONSES)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue one or more prompts."""
-        front.check_model(body.model)
-        writer = CompletionWriter(front, body)
-        ask = ask_of(body, writer.answer_id, front.config.request_timeout_s)
-        return await respond_to_prompt(request, front, prompts, writer, body, ask, is_chat=False)
+        own = front.of(body.model)
+        writer = CompletionWriter(own, body)
+        ask = ask_of(body, writer.answer_id, own.config.request_timeout_s)
+        return await respond_to_prompt(request, own, prompts, writer, body, ask, is_chat=False)
 
     return router
