@@ -24,6 +24,11 @@ UNKNOWN_SIZE = ("expert_weights", "max_expert_bytes")
 before the load."""
 
 
+def new_group() -> str:
+    """Return a name for engines on the same cores (`shared_cores`) that no other group has."""
+    return f"also-{os.getpid()}-{os.urandom(4).hex()}"
+
+
 def refuse_too_large(
     models: Sequence[Named],
     config: EngineConfig,
@@ -119,6 +124,8 @@ class Models:
             device=named_device(shared.get("device", "cpu")),
             trust_remote_code=shared.get("trust_remote_code", False),
         )
+        if named_device(shared.get("device", "cpu")) == "cpu":
+            shared.setdefault("shared_cores", new_group())
         with ExitStack() as opened:
             made = {}
             for name, where, depth in models:

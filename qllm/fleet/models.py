@@ -1,10 +1,16 @@
-"""Further models of one server: what they are called, and where they are."""
+"""The models of one server: their names, their places, and the choice of `model="auto"`."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from qllm.errors import ConfigError, shown
+from qllm.fleet.routes import EngineView, RequestView
+
+AUTO = "auto"
+"""Name that a request gives to let the server choose among whole models."""
+LS_WAIT_S, BE_WAIT_S = 1.0, 60.0
+"""Longest estimated times until the first token for which an earlier model is chosen, by class."""
 
 _DEPTH = re.compile(r"(?P<model>.+)@(?P<depth>[0-9]+)", re.DOTALL)
 
@@ -81,3 +87,39 @@ def refuse_same_names(names: Iterable[str]) -> None:
                 "also=NAME=MODEL or served_model_name"
             )
         seen.add(name)
+
+
+class Candidate(NamedTuple):
+    """A model that `auto` may choose."""
+
+    name: str
+    engine: EngineView
+    """The work and the speed of the model's engines together."""
+    longest: int
+    """Most tokens of a prompt and its answer together."""
+    is_whole: bool
+    """True if no layer of the model was left out."""
+    serves: bool = True
+    """True if an engine of the model serves now."""
+
+
+def choose_model(request: RequestView, models: Sequence[Candidate]) -> Candidate | None:
+    """Choose the model of a request; return None if no model can answer it.
+
+    The order of the models is the order of preference. The first model is chosen that has room for
+    the prompt and the answer, and whose first token is expected in `LS_WAIT_S`, or for BE in
+    `BE_WAIT_S`. If there is none, the model with the earliest first token is chosen. A model that
+    is cut, or that does not serve, is never chosen.
+    """
+    need = request.num_prompt_tokens + request.max_tokens
+    able = [m for m in models if m.is_whole and m.serves and need <= m.longest]
+    most_s = LS_WAIT_S if request.is_ls else BE_WAIT_S
+    in_time = (m for m in able if _first_token_s(request, m.engine) <= most_s)
+    soonest = min(able, key=lambda m: _first_token_s(request, m.engine), default=None)
+    return next(in_time, soonest)
+
+
+def _first_token_s(request: RequestView, engine: EngineView) -> float:
+    """Return the seconds until the request's first token, if no other request arrives."""
+    waits_s = engine.ls_start_s if request.is_ls else engine.busy_s
+    return waits_s + request.num_prompt_tokens * engine.costs.token_s

@@ -3,15 +3,16 @@
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 import qllm
-from qllm.errors import naming
+from qllm.errors import ConfigError, naming
 from qllm.llm import QLLMEngine
+from qllm.models.tokenizer import vocabulary_of
 from qllm.server.api import chat, completions, messages, requests, responses
 from qllm.server.api import models as tools
 from qllm.server.api.background import Background
@@ -114,6 +115,8 @@ def create_app(
     models = [Model(engine, config, make, load_s), *also]
     fronts = _fronts(models, {rule.caller: rule for rule in rules})
     front, metrics = fronts[0], fronts[0].metrics
+    if config.auto:
+        _check_auto(fronts)
     prompts = StreamingPrompts(config)
     log = access.Log() if config.access_log else None
 
@@ -165,6 +168,30 @@ def create_app(
     app.middleware_stack = layers  # FastAPI's own layers are behind the shortcut
     _make_routes(app)
     return app
+
+
+def _check_auto(fronts: Sequence[Front]) -> None:
+    """Refuse `auto` if whole models do not read a prompt as the same tokens.
+
+    Raises:
+        ConfigError: No model is whole, or two have other tokenizers or chat templates.
+    """
+    whole = [front for front in fronts if front.is_whole]
+    if not whole:
+        raise ConfigError("auto=True chooses among whole models, and all models here are cut")
+    first, *others = whole
+    for other in others:
+        for what, read in (("vocabulary", vocabulary_of), ("chat template", _template_of)):
+            if read(first.engine.tokenizer) != read(other.engine.tokenizer):
+                raise ConfigError(
+                    f"auto=True cannot choose between {first.model_name!r} and "
+                    f"{other.model_name!r}: they have another {what}, so a text would be cut into "
+                    "other tokens; leave auto out, and name the model in each request"
+                )
+
+
+def _template_of(tokenizer: Any) -> Any:
+    return getattr(tokenizer, "chat_template", None)
 
 
 def _fronts(models: Sequence[Model], rules: Mapping[str, Rule]) -> list[Front]:

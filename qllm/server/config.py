@@ -18,7 +18,7 @@ from pydantic import (
 from qllm.config import spelled
 from qllm.cores import Threads, num_threads
 from qllm.errors import ConfigError, naming
-from qllm.fleet.models import parse_also, parse_engines, refuse_same_names
+from qllm.fleet.models import AUTO, parse_also, parse_engines, refuse_same_names
 from qllm.hints import hint_of
 from qllm.plugins import spelled_for
 from qllm.spelling import read_all, read_list
@@ -42,6 +42,9 @@ class ServerConfig(BaseModel):
     also: tuple[str, ...] = ()
     """Further models, each as [NAME=]MODEL[@DEPTH], or for a front end as [NAME=]ADDRESS. Requests
     name their model (docs/guides/several-engines.md)."""
+    auto: bool = False
+    """True to let requests name the model "auto": the server then chooses among the models that
+    are whole. They need one tokenizer and one chat template (docs/guides/several-engines.md)."""
     served_model_name: tuple[str, ...] = ()
     """Names of the model for clients, one string or several; by default `model`. Answers contain
     the first."""
@@ -349,7 +352,13 @@ def _check_also(config: ServerConfig) -> None:
         ConfigError: A model is spelled wrongly, two have one name, or a setting needs one model.
     """
     if not config.also:
+        if config.auto:
+            raise ConfigError("auto=True chooses among models; name further ones as also")
         return
+    if config.auto and AUTO in (
+        name for one in (config, *config.further) for name in one.model_names
+    ):
+        raise ConfigError(f"a model cannot be called {AUTO!r} with auto=True; give it another name")
     if config.role in ENGINE_ROLES or config.ray is not None:
         what = "ray" if config.ray is not None else f"role={config.role!r}"
         raise ConfigError(

@@ -26,7 +26,7 @@ from qllm.server.ops.run import make_server
 from qllm.server.ops.supervisor import PERIOD_S, Restarts, given_up
 from qllm.server.requests.front import Front
 from qllm.server.tools.choose import check_name
-from qllm.several import refuse_too_large
+from qllm.several import new_group, refuse_too_large
 
 LOG = logging.getLogger("qllm")
 
@@ -98,6 +98,9 @@ def make_engines(config: ServerConfig) -> list[Model]:
             checked before the first load.
         EngineClosedError: An engine failed, or none answers.
     """
+    if config.also and config.role != "frontend" and config.device == "cpu":
+        shared = {"shared_cores": new_group(), **config.engine}
+        config = config.model_copy(update={"engine": shared})
     configs = [config, *config.further]
     if config.also and config.role != "frontend":
         refuse_too_large(

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
@@ -11,7 +12,15 @@ import pytest
 
 from qllm.config import engine_config
 from qllm.errors import ConfigError
-from qllm.fleet.models import Named, parse_also, parse_engines, refuse_same_names
+from qllm.fleet.models import (
+    Candidate,
+    Named,
+    choose_model,
+    parse_also,
+    parse_engines,
+    refuse_same_names,
+)
+from qllm.fleet.routes import Backlog, EngineView, RequestView, RouteCosts
 from qllm.models.stored import stored_bytes
 from qllm.server.config import load_config
 from qllm.server.metrics import Metrics
@@ -20,6 +29,7 @@ from qllm.several import refuse_too_large
 from tests.support.batches import ended, line, records, start
 from tests.support.engines import pid_of, save_model
 from tests.support.replay import COMPLETIONS, SAMPLED, SETTINGS, Client, body
+from tests.support.scheduling import BE, LS
 from tests.support.serving import CHAT, Serving, bodies, serving_models
 from tests.support.waiting import wait_for
 
@@ -358,3 +368,114 @@ def test_metrics_of_two_models_share_their_collectors() -> None:
     second.demoted.inc()
     assert 'qllm:requests_demoted_total{model_name="b"} 1.0' in first.render().decode()
     assert 'qllm:requests_demoted_total{model_name="a"} 0.0' in second.render().decode()
+
+
+# -- model="auto"
+
+
+def view_of(name: str, ls_tokens: int = 0, be_tokens: int = 0, token_s: float = 1e-3) -> EngineView:
+    return EngineView(
+        name,
+        costs=RouteCosts(token_s, 1e-3, 1e-3),
+        ls=Backlog(int(ls_tokens > 0), prompt_tokens=ls_tokens),
+        be=Backlog(int(be_tokens > 0), prompt_tokens=be_tokens),
+    )
+
+
+def candidate(name: str, *, longest: int = 1000, whole: bool = True, **load: Any) -> Candidate:
+    return Candidate(name, view_of(name, **load), longest, whole)
+
+
+def chosen(models: list[Candidate], tokens: int = 10, priority: int = LS, most: int = 1) -> Any:
+    found = choose_model(RequestView(priority, tokens, most), models)
+    return found and found.name
+
+
+def test_auto_prefers_the_first_model_that_begins_in_time() -> None:
+    small = candidate("small", token_s=1e-5)
+    assert chosen([candidate("big"), small]) == "big"
+    assert chosen([candidate("big", ls_tokens=980), small]) == "big"
+    assert chosen([candidate("big", ls_tokens=1_000), small]) == "small"
+    assert chosen([candidate("big", be_tokens=9_000), small]) == "big", "LS goes before BE"
+    assert chosen([candidate("big", ls_tokens=5_000), small], priority=BE) == "big"
+    assert chosen([candidate("big", be_tokens=60_000), small], priority=BE) == "small"
+    late = candidate("small", ls_tokens=4_000)
+    assert chosen([candidate("big", ls_tokens=5_000), late]) == "small"
+    assert chosen([late, candidate("big", ls_tokens=5_000)]) == "small"
+
+
+def test_auto_counts_the_length_of_the_prompt() -> None:
+    models = [candidate("slow", longest=10_000), candidate("quick", longest=10_000, token_s=1e-6)]
+    assert chosen(models, tokens=1_000) == "slow"
+    assert chosen(models, tokens=1_001) == "quick"
+    assert chosen([candidate("a", longest=100), candidate("b")], tokens=99) == "a"
+    assert chosen([candidate("a", longest=100), candidate("b")], tokens=99, most=2) == "b"
+    assert chosen([candidate("a", longest=100)], tokens=100) is None
+
+
+def test_auto_never_takes_a_cut_model_or_one_that_is_down() -> None:
+    cut = candidate("cut", whole=False, token_s=1e-9)
+    assert chosen([cut, candidate("whole", ls_tokens=90_000)]) == "whole"
+    assert chosen([cut]) is None
+    down = candidate("down")._replace(serves=False)
+    assert chosen([down, candidate("up", ls_tokens=90_000)]) == "up"
+
+
+@pytest.fixture(scope="module")
+def with_auto() -> Iterator[Serving]:
+    with serving_models(also=["tiny@2", "other=tiny"], auto=True, engine=ENGINE, threads=1) as made:
+        yield made
+
+
+def test_auto_answers_by_a_whole_model_and_says_which(with_auto: Serving) -> None:
+    for path, asked in bodies(4).items():
+        answer = with_auto.post(path, {**asked, "model": "auto"})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["model"] == answer.headers["x-qllm-models"] == "tiny"
+    os.kill(pid_of(with_auto.front.engine), signal.SIGKILL)
+    wait_for(lambda: with_auto.front.unavailable() is not None)
+    answer = with_auto.post(COMPLETIONS, {"model": "auto", "prompt": "a", "max_tokens": 4})
+    assert answer.status_code == 200
+    assert answer.json()["model"] in ("other", "tiny")  # tiny if it is back already
+    long = with_auto.post(COMPLETIONS, {"model": "auto", "prompt": "a " * 20_000, "max_tokens": 4})
+    assert long.status_code == 400
+    assert "no whole model" in long.json()["error"]["message"]
+    wait_for(lambda: with_auto.front.unavailable() is None, 60)
+
+
+def test_lossy_answers_are_refused(several: Serving) -> None:
+    for path, asked in bodies(4).items():
+        answer = several.post(path, {**asked, "model": "tiny", "lossy": True})
+        assert answer.status_code == 400
+        assert "does not allow lossy answers" in answer.json()["error"]["message"]
+        plain = several.post(path, {**asked, "model": "tiny", "lossy": False})
+        assert plain.status_code == 200
+        assert "x-qllm-ignored" not in plain.headers
+
+
+def test_auto_is_no_name_where_it_is_off(several: Serving) -> None:
+    answer = several.post(COMPLETIONS, {"model": "auto", "prompt": "a"})
+    assert answer.status_code == 404
+
+
+def test_auto_between_other_tokenizers_is_refused_at_the_start(place: str) -> None:
+    settings = {"also": [f"bytes={place}"], "auto": True, "engine": ENGINE, "threads": 1}
+    with ExitStack() as stack, pytest.raises(ConfigError, match="they have another vocabulary"):
+        stack.enter_context(serving_models(**settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [({}, "name further ones as also"), ({"also": ["auto=tiny@2"]}, "cannot be called 'auto'")],
+)
+def test_settings_that_do_not_go_with_auto(settings: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        config_of(auto=True, **settings)
+
+
+def test_engines_of_one_server_share_their_cores(with_auto: Serving) -> None:
+    groups = {front.engine.config.shared_cores for front in with_auto.front.all}
+    assert len(groups) == 1
+    assert None not in groups
+    for front in with_auto.front.all:
+        wait_for(lambda front=front: front.engine.stats()["pressure"]["met"] == 2)

@@ -79,15 +79,16 @@ def serving_models(**settings: Any) -> Iterator[Serving]:
     """Serve several models, each with an engine that is made here and closed at the end."""
     given = {"model": "tiny", "port": 0, "drain_s": 20, "restart_backoff_s": 0, **settings}
     config = load_config(None, {}, given)
-    first, *others = make_engines(config)
-    app = create_app(*first, others)
-    front: Front = app.state.front
+    first, *others = models = make_engines(config)
     try:
+        app = create_app(*first, others)
         with running(make_server(app, first.config), config.host) as made:
             yield made
+            for front in made.front.all:
+                front.engine.close()
     finally:
-        for one in front.all:
-            one.engine.close()
+        for model in models:
+            model.engine.close()
 
 
 @contextmanager

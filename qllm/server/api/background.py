@@ -205,7 +205,7 @@ class Background:
         async def keep(response: dict[str, Any]) -> None:
             await asyncio.to_thread(self._kept.change, row["id"], response)
 
-        front = self._front.of(body.model)
+        front = self._front.of(begun["model"])  # the response has named it since it was queued
         ask = chat.ask_of(front, asked, row["id"], None)
         ask = replace(ask, cache_owner=owner_of(row["owner"]))
         if not body.stream:

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from qllm.server.api import chat
-from qllm.server.api.answers import respond
+from qllm.server.api.answers import front_of, respond
 from qllm.server.api.blocks import Block, Blocks, Change, Kind, changes, named_event
 from qllm.server.api.calls import reader_of
 from qllm.server.api.messages_protocol import CountRequest, MessagesRequest, input_of
@@ -162,7 +162,7 @@ def routes(front: Front) -> APIRouter:
     @router.post(ENDPOINT, responses=ANTHROPIC_RESPONSES)
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """Answer a conversation."""
-        own = front.of(body.model)
+        own = front_of(request, front, body)
         if INTERLEAVED not in (header(request.scope, "anthropic-beta") or ""):
             body.check_budget()
         asked = await own.apart.run(body.num_bytes, chat_of, body)

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
 
 from qllm.server.api import chat
-from qllm.server.api.answers import EventStream, respond
+from qllm.server.api.answers import EventStream, front_of, respond
 from qllm.server.api.background import Background
 from qllm.server.api.protocol import ChatRequest
 from qllm.server.api.response_writer import ResponseWriter
@@ -73,7 +73,7 @@ def routes(front: Front, state: State | None) -> APIRouter:
     @router.post(ENDPOINT, responses=RESPONSES)
     async def create(body: ResponsesRequest, request: Request) -> Response:
         """Answer a conversation, also one that continues an earlier response."""
-        own, owner, keep = front.of(body.model), _caller(request), None
+        own, owner, keep = front_of(request, front, body), _caller(request), None
         asked = await _chat_of(own, state, body, owner)
         if state is not None and body.store is not False:
             raw, items = await own.apart.run(body.num_bytes, kept_of, body)

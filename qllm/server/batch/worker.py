@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from pydantic import Field
 
 from qllm.server.api import chat, completions
-from qllm.server.api.answers import Renderer, owner_of
+from qllm.server.api.answers import Renderer, chosen_for_batch, owner_of
 from qllm.server.api.best_effort import BestEffort, EngineGoneError
 from qllm.server.api.protocol import ChatRequest, CompletionRequest
 from qllm.server.api.response_writer import ResponseWriter
@@ -380,7 +380,7 @@ class Worker:
 
     async def _ask(self, batch: Row, body: Any, place: tuple[str, int]) -> dict[str, Any]:
         owner = batch["owner"]
-        front = self._front.of(body.model)
+        front = chosen_for_batch(self._front, body)
         ask, writer = await prepare(front, body)
         salt = blake2b(f"{place[0]}\n{ask.cache_salt}".encode("utf-8", "surrogatepass")).hexdigest()
         ask = replace(ask, cache_owner=owner_of(owner), cache_salt=salt)

@@ -8,7 +8,8 @@ from typing import Any
 from urllib.parse import quote
 from weakref import WeakKeyDictionary
 
-from qllm.errors import ConfigError, EngineClosedError, QllmError, RequestFailedError
+from qllm.errors import EngineClosedError, QllmError, RequestFailedError
+from qllm.fleet.models import AUTO, refuse_same_names
 from qllm.frontend.checks import FIT, longest
 from qllm.frontend.handle import Handle, Listener, Result
 from qllm.frontend.request_log import RequestLog
@@ -96,10 +97,8 @@ class Front:
         self._num_ls = 0
         self._by_name: dict[str, Front] = {} if beside is None else beside._by_name
         """The fronts of all models, by each name for clients."""
-        for name in config.model_names:
-            if name in self._by_name:
-                raise ConfigError(f"two models are called {name!r}; give each a name of its own")
-            self._by_name[name] = self
+        refuse_same_names([*self._by_name, *config.model_names])
+        self._by_name.update(dict.fromkeys(config.model_names, self))
         self.told: Told = (
             Told(_log, is_strict=config.strict_fields) if beside is None else beside.told
         )
@@ -123,11 +122,15 @@ class Front:
     def of(self, name: str | None) -> "Front":
         """Return the front of the model with a name. A request without a name gets this front.
 
+        Without a class and a length, "auto" is the first whole model.
+
         Raises:
             ApiError: 404, no model of this server has the name.
         """
         if name is None:
             return self
+        if name == AUTO and self.config.auto:
+            return next(front for front in self.all if front.is_whole)
         if (found := self._by_name.get(name)) is None:
             names = ", ".join(map(repr, self._by_name))
             raise ApiError(
@@ -137,6 +140,12 @@ class Front:
                 code="model_not_found",
             )
         return found
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the model has all its layers."""
+        info = self.engine.client.info
+        return bool(info.shape.num_layers == info.whole_layers)
 
     def headers(self) -> dict[str, str]:
         """Return the header that names the model of an answer, if the server has several.
