@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from qllm.errors import InvalidRequestError, QllmError, QueueFull, QueueFullError
     from qllm.frontend.handle import Handle, Result
     from qllm.llm import QLLMEngine
+    from qllm.several import Models
     from qllm.sim.check import check_policy
     from qllm.types import Priority, SamplingParams, Slo
 
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Handle",
     "InvalidRequestError",
+    "Models",
     "Priority",
     "QLLMEngine",
     "QllmError",
@@ -43,6 +45,7 @@ __all__ = [
 
 _HOME = {
     "QLLMEngine": "qllm.llm",
+    "Models": "qllm.several",
     "Handle": "qllm.frontend.handle",
     "Result": "qllm.frontend.handle",
     "InvalidRequestError": "qllm.errors",

@@ -1,5 +1,6 @@
 """Settings of the engine: a frozen object that is checked when it is made."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import PurePath
@@ -55,6 +56,8 @@ MAX_COUNT = (1 << 31) - 1
 """Largest count of a setting: the decisions in C++ keep counts in 32 bits."""
 MAY_BE_OPEN = {"default_max_tokens", "depth", "max_kv_tokens", "prefix_cache_tokens"}
 """Counts that may be None."""
+GROUP = re.compile(r"[A-Za-z0-9_-]{1,40}")
+"""Names of groups of engines. A socket's path, which has the name, may have about 100 bytes."""
 ONLY_HOST_LOOP = {
     "record": False,
     "on_policy_error": "fail",
@@ -66,6 +69,7 @@ ONLY_HOST_LOOP = {
     "handover_gib": 0.0,
     "draft": "none",
     "tp": 1,
+    "shared_cores": None,
 }
 """Settings that a loop on the device does not support, and the values they must have there."""
 NOT_ON_RANKS = {
@@ -111,6 +115,10 @@ class EngineConfig:
     `qllm doctor` prints how much longer LS waits then. 0 is no floor."""
     be_share_window_ms: float = 2000.0
     """Time over which `min_be_share` holds. A shorter one costs LS more."""
+    shared_cores: str | None = None
+    """Name of a group of engines on the same cores of this machine. While one of them has LS work,
+    the BE of the others waits, down to `min_be_share` or a hundredth of the time. None: the engine
+    is in no group (docs/guides/several-engines.md)."""
     exactness: str = "order"
     """Promise about bits: "order" (L1) or "batch-invariant" (L2)."""
     kernels: str = "fast"
@@ -231,6 +239,7 @@ class EngineConfig:
         for name in ("clamp_max_tokens", "conformance", "record", "kv_dir_reset"):
             check_bool(name, getattr(self, name))
         self._check_sizes()
+        self._check_group()
         self._check_drafts()
         self._check_ranks()
         kept = self.prefix_cache_tokens
@@ -269,6 +278,14 @@ class EngineConfig:
     def has_drafts(self) -> bool:
         """True if a drafter proposes tokens."""
         return self.draft != "none" and self.draft_tokens > 0
+
+    def _check_group(self) -> None:
+        name = self.shared_cores
+        if name is not None and not (isinstance(name, str) and GROUP.fullmatch(name)):
+            raise ConfigError(
+                f"shared_cores={shown(name)} must be None, or a name of 1 to 40 letters, digits, "
+                "'-' and '_'"
+            )
 
     def _check_drafts(self) -> None:
         most = self.draft_tokens

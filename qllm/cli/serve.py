@@ -36,6 +36,13 @@ def serve(
     ctx: typer.Context,
     model: Annotated[str | None, typer.Argument(help="Alias, folder or hub id.")] = None,
     config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
+    also: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A further model as [NAME=]MODEL[@DEPTH]; repeat it for more. With --engine: the "
+            "address of an engine of a further model."
+        ),
+    ] = None,
     role: Annotated[
         str | None,
         typer.Option(help="all; or engine (also prefill, decode) and frontend, on several hosts."),
@@ -124,6 +131,7 @@ def serve(
     )
     named = {
         "model": model,
+        "also": _all_of("also", also),
         "role": role,
         "listen": listen,
         "engine_address": engine,

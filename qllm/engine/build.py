@@ -28,6 +28,7 @@ from qllm.engine.limits import limits_of
 from qllm.engine.loop import EngineLoop
 from qllm.engine.memory import Claim, choose_sizes
 from qllm.engine.needs import cpu_costs, device_costs, drafter_of, refuse_sizes
+from qllm.engine.neighbours import Neighbours
 from qllm.engine.protocol import Sink
 from qllm.engine.sizes import SIZES
 from qllm.engine.storage.build import KeptPages
@@ -421,7 +422,7 @@ class EngineCore(LoadedRunner):
         claim: Claim | None = None,
     ) -> None:
         self.handover: HandOver | None = None
-        self.waits: ExpertWaits | None = None
+        self.waits = self.neighbours = None
         if weights is None and (config.kv_dir is not None or config.handover_gib):
             with torch_threads(threads):  # must happen before the runner packs the weights
                 weights = weights_digest(loaded.model)
@@ -459,6 +460,7 @@ class EngineCore(LoadedRunner):
             )
             wake = partial(ingress.put, LOOK)
             self.waits = self.loop.waits = waits_of(self.runner, decider, wake, now_ns, order)
+            self.neighbours = self.loop.neighbours = neighbours_of(config, decider, wake)
             own = self._draft_model(now_ns)
             if (make := drafter_of(config, self.runner, own)) is not None:
                 self.loop.draft_with(make, config.draft_tokens, _log.warning)
@@ -468,7 +470,7 @@ class EngineCore(LoadedRunner):
                 )
                 self.handed.handover = self.loop.newcomers = self.handover
         except BaseException:
-            for part in (getattr(self, "kept", None), self.waits):
+            for part in (getattr(self, "kept", None), self.waits, self.neighbours):
                 if part is not None:
                     part.close()
             self.runner.close()  # give the caller the model back as it was
@@ -514,8 +516,9 @@ class EngineCore(LoadedRunner):
         for request_id in open_ids:
             self.loop.end(request_id, reason, text)
         self.kept.close()
-        if self.waits is not None:
-            self.waits.close()
+        for part in (self.waits, self.neighbours):
+            if part is not None:
+                part.close()
         self.claim.close()
 
     @property
@@ -531,6 +534,7 @@ class EngineCore(LoadedRunner):
             "kv_blocks_used": self.config.num_blocks - loop.scheduler.pool.num_free,
             "num_live": len(loop.live),
             "num_spared": loop.scheduler.num_spared,
+            "pressure": self._pressure_stats(),
             "time": time_stats(self.config, loop.scheduler.be_share.now._asdict()),
             "open_prompts": {
                 "now": len(loop.scheduler.open),
@@ -567,6 +571,13 @@ class EngineCore(LoadedRunner):
             "held_bytes": sum(request.kv.states.num_bytes for request in requests),
         }
 
+    def _pressure_stats(self) -> dict[str, Any]:
+        """Return whether other engines on these cores have LS work, and the number of holds."""
+        if self.neighbours is None:
+            return {}
+        found = self.neighbours.pressure
+        return {"is_on": found.is_on, "holds": found.num_holds, "met": self.neighbours.num_met}
+
     def _draft_stats(self) -> dict[str, Any]:
         found = {} if self.loop.drafts is None else self.loop.drafts.stats()
         if self.drafting is not None and "model" in found:
@@ -600,6 +611,15 @@ class EngineCore(LoadedRunner):
             QllmError: The KV cannot be erased, or was not erased in time.
         """
         self.kept.settle()
+
+
+def neighbours_of(
+    config: EngineConfig, scheduler: Scheduler, wake: Callable[[], None]
+) -> Neighbours | None:
+    """Return the other engines on the same cores; None if the engine is in no group."""
+    if config.shared_cores is None:
+        return None
+    return Neighbours(config.shared_cores, scheduler.pressure, wake)
 
 
 def waits_of(

@@ -18,7 +18,7 @@ from qllm.engine.drafts import Drafts
 from qllm.engine.effects import Effects
 from qllm.engine.kv.prefix import PrefixCache
 from qllm.engine.prompt_updates import PromptUpdates, why
-from qllm.engine.protocol import Deciding, Newcomers, Sink, Waits
+from qllm.engine.protocol import Deciding, Neighbourly, Newcomers, Sink, Waits
 from qllm.errors import PolicyError, contained, without_ticket
 from qllm.ingress import CONTROL, Call, Cancel, Ingress, Item, Revision, Submission, Update
 from qllm.ingress.admission import refusal
@@ -121,6 +121,8 @@ class EngineLoop:
         """Receiver of requests that bring KV from another engine."""
         self.waits: Waits | None = None
         """Frames that wait for experts; None if all experts are in memory."""
+        self.neighbours: Neighbourly | None = None
+        """The other engines on the same cores; None if the engine is in no group."""
         self.live: dict[RequestId, Live] = {}
         self._delivery = Delivery(sink, self.live, self._emit, self.finish)
         self._expiries: list[tuple[int, RequestId]] = []
@@ -190,7 +192,12 @@ class EngineLoop:
         return True
 
     def _prepare(self, now: int) -> int:
-        """Look for cached KV and ask the drafters; return the time of the decision after them."""
+        """Look at other engines and for cached KV, and ask the drafters.
+
+        Return the time of the decision after them.
+        """
+        if self.neighbours is not None:
+            self.neighbours.turn(self._has_ls_work, now)
         if self.prefix is not None:
             self.prefix.seek()
         if self.drafts is None:
@@ -198,6 +205,12 @@ class EngineLoop:
         if self.drafts.ask(self.live):
             self.take()  # the arrival that stopped the draft model
         return self.now_ns()
+
+    @property
+    def _has_ls_work(self) -> bool:
+        """True if a request of LS could run now, or waits for KV or a seat."""
+        requests = [live.request for live in self.live.values()]
+        return any(r.priority <= Priority.LS and not r.is_hidden for r in requests)
 
     def close(self) -> None:
         """End every request with `cancelled` and stop serving. Called on the loop's thread."""

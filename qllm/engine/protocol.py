@@ -53,6 +53,14 @@ class Newcomers(Protocol):
         ...
 
 
+class Neighbourly(Protocol):
+    """The other engines on the same cores, and the pressure that they put on BE."""
+
+    def turn(self, has_ls: bool, now_ns: int) -> None:
+        """Tell the others whether this engine has LS work, and apply what they said."""
+        ...
+
+
 class Waits(Protocol):
     """The frames that wait for experts, of a model whose experts are in a file."""
 

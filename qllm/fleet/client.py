@@ -262,6 +262,15 @@ class FleetClient(FarClient, ManyClient):
                 with self._routing.lock:
                     self._routing.router.cost(member.name, costs)
 
+    def costs_ns(self) -> Sequence[float] | None:
+        """Return the costs of the engine with the fastest prompts; None if no engine is up."""
+        with self._routing.lock:
+            all_ = [engine.costs for engine in self._routing.router.engines]
+        best = min(all_, key=lambda costs: costs.token_s, default=None)
+        if best is None:
+            return None
+        return [x * NS_PER_S for x in (best.token_s, best.step_s, best.output_s)]
+
     def _look(self) -> None:
         """Check requests that wait for an engine."""
         while not self._ended.wait(LOOK_S):

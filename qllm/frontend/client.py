@@ -194,6 +194,10 @@ class Client(ABC):
         """Return the state of an unfinished request."""
         return self.statuses([request_id])[0]
 
+    def costs_ns(self) -> Sequence[float] | None:
+        """Return the engine's costs as in `RingClient.costs_ns`; None if they are unknown."""
+        return None
+
     @abstractmethod
     def stats(self) -> dict[str, Any]:
         """Return numbers of the run so far."""

@@ -129,6 +129,12 @@ def _is_be(request: RequestView) -> bool:
     return request.priority > Priority.LS
 
 
+def is_be_alone(plan: Plan, view: View) -> bool:
+    """Return True if a plan has rows, and all of them are of BE."""
+    planned = _planned(plan, view)
+    return bool(planned) and all(map(_is_be, planned))
+
+
 def _planned(plan: Plan, view: View) -> list[RequestView]:
     """Return the requests of a plan, without unknown requests."""
     return [view.by_id[row.request_id] for row in plan.rows if row.request_id in view.by_id]

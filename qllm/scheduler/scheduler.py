@@ -18,7 +18,7 @@ from qllm.errors import CheckpointError, InvariantError, PolicyError, contained,
 from qllm.plan import CutRule, ModelShape, Plan, Row
 from qllm.policy import NO_COSTS, CostTable, RankPolicy, StepReport, View
 from qllm.scheduler.acquire import acquire, evict, give_back_rest, let_go, split, start_over
-from qllm.scheduler.be_share import BeShare
+from qllm.scheduler.be_share import BeShare, is_be_alone
 from qllm.scheduler.blame import Blame, blame, call_hook, plan_suspect
 from qllm.scheduler.blocks import BlockPool, SwapSpace
 from qllm.scheduler.changes import change, has_rank, ranked, revise, view_of, without_idle
@@ -34,6 +34,7 @@ from qllm.scheduler.decision import (
     Patience,
 )
 from qllm.scheduler.preemptions import preempts
+from qllm.scheduler.pressure import Pressure
 from qllm.scheduler.program import START, Index, Program
 from qllm.scheduler.rank_plan import shape_plan
 from qllm.scheduler.ranking import Ranking
@@ -66,6 +67,7 @@ class Scheduler:
         self.costs: CostTable = NO_COSTS
         self.riding = Riding()
         self.be_share = BeShare(limits.floor)
+        self.pressure = Pressure(limits.floor, getattr(policy, "max_be_stall_ms", None))
         self.suspects: list[RequestId] = []
         """Requests of a frame that raised. Each request is rerun alone, before anything else."""
         self.num_spared = 0
@@ -278,7 +280,7 @@ class Scheduler:
         if plan.grain > self.limits.grain:
             plan = replace(plan, grain=self.limits.grain)
         pays = plan is turn
-        plan = plan if pays else self.be_share.cut(plan, view)
+        plan = plan if pays else self._yielding(plan, view)
         if plan.is_empty:
             if plan.wait_until_ns is None and not self.has_waits:
                 raise self._broken(
@@ -296,6 +298,15 @@ class Scheduler:
         decision = self._start(plan, rows, now_ns)
         self.be_share.starts(pays=pays and decision.program is not None)
         return decision
+
+    def _yielding(self, plan: Plan, view: View) -> Plan:
+        """Shorten a plan for BE's share, and for LS work of other engines on the same cores."""
+        if not is_be_alone(plan, view):
+            return self.be_share.cut(plan, view)
+        if not self.pressure.holds(view.now_ns):
+            return self.pressure.cut(self.be_share.cut(plan, view))
+        self._patience.renew()
+        return Plan(wait_until_ns=self.pressure.until_ns)
 
     def _ask(self, view: View) -> Plan:
         try:
@@ -505,6 +516,7 @@ class Scheduler:
             request.served_ns += end_ns - start_ns
             request.last_progress_ns = end_ns
         self.be_share.ran(took_part, end_ns - start_ns)
+        self.pressure.ran(start_ns, end_ns)
         self._settle_ride(program, end == program.end, start_ns, end_ns)
 
     def _settle_ride(self, program: Program, done: bool, start_ns: int, end_ns: int) -> None:

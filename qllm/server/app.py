@@ -1,16 +1,18 @@
 """The application: an engine, its routes, and the layers in front of them."""
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 import qllm
-from qllm.errors import naming
+from qllm.errors import ConfigError, naming
 from qllm.llm import QLLMEngine
+from qllm.models.tokenizer import vocabulary_of
 from qllm.server.api import chat, completions, messages, requests, responses
 from qllm.server.api import models as tools
 from qllm.server.api.background import Background
@@ -33,6 +35,18 @@ from qllm.server.requests.shortcut import Shortcut
 from qllm.server.state.response_store import ResponseStore
 from qllm.server.state.store import Store
 from qllm.server.tools import choose
+
+
+class Model(NamedTuple):
+    """A further model of a server."""
+
+    engine: QLLMEngine
+    config: ServerConfig
+    """The server's settings, with the names and engine settings of this model."""
+    make: Callable[[], QLLMEngine] | None = None
+    """As for `create_app`."""
+    load_s: float = 1.0
+    """Seconds that the engine took to load."""
 
 
 class _State:
@@ -65,12 +79,13 @@ class _State:
         await self.responses.background.close()
 
 
-async def _close(supervisor: Supervisor | None, state: _State | None, front: Front) -> None:
-    if supervisor is not None:
+async def _close(supervisors: Sequence[Supervisor], state: _State | None, front: Front) -> None:
+    for supervisor in supervisors:
         await supervisor.close()
     if state is not None:
         await state.close()
-    await front.close()
+    for one in front.all:
+        await one.close()
     if state is not None:
         state.store.close()
 
@@ -80,6 +95,7 @@ def create_app(
     config: ServerConfig,
     make: Callable[[], QLLMEngine] | None = None,
     load_s: float = 1.0,
+    also: Sequence[Model] = (),
 ) -> FastAPI:
     """Return the ASGI application.
 
@@ -90,29 +106,38 @@ def create_app(
         make: Function that makes a new engine after an engine has failed; None allows no new
             engine.
         load_s: Seconds that the first engine took to load.
+        also: Further models. A request names its model; without a name it is for the first model.
+
+    Raises:
+        ConfigError: A setting is wrong, or two models have one name.
     """
     rules = read_rules(config.keys_file)
-    choose.check(engine.tokenizer, config.tool_calls)
-    is_local = config.engine_address is None
-    metrics = Metrics(config.model_name, is_local=is_local, drafter=engine.config.draft)
-    front = Front(engine, config, metrics, {rule.caller: rule for rule in rules})
-    prompts = StreamingPrompts(front)
+    models = [Model(engine, config, make, load_s), *also]
+    fronts = _fronts(models, {rule.caller: rule for rule in rules})
+    front, metrics = fronts[0], fronts[0].metrics
+    if config.auto:
+        _check_auto(fronts)
+    prompts = StreamingPrompts(config)
     log = access.Log() if config.access_log else None
 
     state = None if config.state_dir is None else _State(front, config.state_dir)
-    supervisor = None if make is None else Supervisor(front, make, load_s)
+    supervisors = [
+        Supervisor(one, model.make, model.load_s)
+        for one, model in zip(fronts, models, strict=True)
+        if model.make is not None
+    ]
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         if state is not None:
             await state.start()
-        if supervisor is not None:
+        for supervisor in supervisors:
             supervisor.start()
         try:
             yield
         finally:
             prompts.close()
-            await _close(supervisor, state, front)
+            await _close(supervisors, state, front)
             if log is not None:
                 log.write()
 
@@ -143,6 +168,46 @@ def create_app(
     app.middleware_stack = layers  # FastAPI's own layers are behind the shortcut
     _make_routes(app)
     return app
+
+
+def _check_auto(fronts: Sequence[Front]) -> None:
+    """Refuse `auto` if whole models do not read a prompt as the same tokens.
+
+    Raises:
+        ConfigError: No model is whole, or two have other tokenizers or chat templates.
+    """
+    whole = [front for front in fronts if front.is_whole]
+    if not whole:
+        raise ConfigError("auto=True chooses among whole models, and all models here are cut")
+    first, *others = whole
+    for other in others:
+        for what, read in (("vocabulary", vocabulary_of), ("chat template", _template_of)):
+            if read(first.engine.tokenizer) != read(other.engine.tokenizer):
+                raise ConfigError(
+                    f"auto=True cannot choose between {first.model_name!r} and "
+                    f"{other.model_name!r}: they have another {what}, so a text would be cut into "
+                    "other tokens; leave auto out, and name the model in each request"
+                )
+
+
+def _template_of(tokenizer: Any) -> Any:
+    return getattr(tokenizer, "chat_template", None)
+
+
+def _fronts(models: Sequence[Model], rules: Mapping[str, Rule]) -> list[Front]:
+    """Return the fronts of all models, in order. Each has metrics of its own model."""
+    fronts: list[Front] = []
+    for engine, config, *_ in models:
+        choose.check(engine.tokenizer, config.tool_calls)
+        first = fronts[0] if fronts else None
+        metrics = Metrics(
+            config.model_name,
+            is_local=config.engine_address is None,
+            drafter=engine.config.draft,
+            beside=None if first is None else first.metrics,
+        )
+        fronts.append(Front(engine, config, metrics, rules, first))
+    return fronts
 
 
 def _guarded(

@@ -5,11 +5,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from qllm.config import spelled
 from qllm.cores import Threads, num_threads
 from qllm.errors import ConfigError, naming
+from qllm.fleet.models import AUTO, parse_also, parse_engines, refuse_same_names
 from qllm.hints import hint_of
 from qllm.plugins import spelled_for
 from qllm.spelling import read_all, read_list
@@ -30,6 +39,12 @@ class ServerConfig(BaseModel):
 
     model: str = ""
     """Alias, folder or hub id. For a front end: its tokenizer, if not where the engine has it."""
+    also: tuple[str, ...] = ()
+    """Further models, each as [NAME=]MODEL[@DEPTH], or for a front end as [NAME=]ADDRESS. Requests
+    name their model (docs/guides/several-engines.md)."""
+    auto: bool = False
+    """True to let requests name the model "auto": the server then chooses among the models that
+    are whole. They need one tokenizer and one chat template (docs/guides/several-engines.md)."""
     served_model_name: tuple[str, ...] = ()
     """Names of the model for clients, one string or several; by default `model`. Answers contain
     the first."""
@@ -170,10 +185,10 @@ class ServerConfig(BaseModel):
     access_log: bool = True
     """True for one line per HTTP request: status, id, class, TTFT, tokens."""
 
-    @field_validator("cors_origins", mode="before")
+    @field_validator("also", "cors_origins", mode="before")
     @classmethod
-    def _with_commas(cls, value: Any) -> Any:
-        return read_list("cors_origins", value) if isinstance(value, str) else value
+    def _with_commas(cls, value: Any, info: ValidationInfo) -> Any:
+        return read_list(str(info.field_name), value) if isinstance(value, str) else value
 
     @field_validator("served_model_name", mode="before")
     @classmethod
@@ -194,6 +209,34 @@ class ServerConfig(BaseModel):
     def is_fleet(self) -> bool:
         """True if there are several engines."""
         return "," in (self.engine_address or "")
+
+    @property
+    def further(self) -> list["ServerConfig"]:
+        """The settings of each further model (`also`), with its own name, place and depth."""
+        if self.role == "frontend":
+            return [
+                self.model_copy(
+                    update={
+                        "also": (),
+                        "model": "",
+                        "served_model_name": (one.name,) if one.name else (),
+                        "engine_address": one.where,
+                    }
+                )
+                for one in parse_engines(self.also)
+            ]
+        shared = {name: value for name, value in self.engine.items() if name != "depth"}
+        return [
+            self.model_copy(
+                update={
+                    "also": (),
+                    "model": one.where,
+                    "served_model_name": (one.name,),
+                    "engine": shared if one.depth is None else {**shared, "depth": one.depth},
+                }
+            )
+            for one in map(parse_also, self.also)
+        ]
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -294,11 +337,42 @@ def _check_role(config: ServerConfig) -> None:
                 f"role={config.role!r} with {name}={getattr(config, name)!r}: {name}=HOST:PORT "
                 f"goes with role={goes_with}, and that needs it"
             )
+    _check_also(config)
     useless = [name for name in OF_ENGINES if name in config.model_fields_set]
     if config.role == "frontend" and useless:
         raise ConfigError(
             f"{useless[0]} is a setting of the engine; a front end takes the engine as it is"
         )
+
+
+def _check_also(config: ServerConfig) -> None:
+    """Refuse settings that cannot go with several models.
+
+    Raises:
+        ConfigError: A model is spelled wrongly, two have one name, or a setting needs one model.
+    """
+    if not config.also:
+        if config.auto:
+            raise ConfigError("auto=True chooses among models; name further ones as also")
+        return
+    if config.auto and AUTO in (
+        name for one in (config, *config.further) for name in one.model_names
+    ):
+        raise ConfigError(f"a model cannot be called {AUTO!r} with auto=True; give it another name")
+    if config.role in ENGINE_ROLES or config.ray is not None:
+        what = "ray" if config.ray is not None else f"role={config.role!r}"
+        raise ConfigError(
+            f"also={','.join(config.also)} with {what}: an engine serves one model; start one for "
+            "each, and give the others' addresses to the front end as also"
+        )
+    if config.engine.get("kv_dir") is not None:
+        raise ConfigError(
+            f"kv_dir={config.engine['kv_dir']!r} is the file of one model, and also="
+            f"{','.join(config.also)} names more; start engines with role='engine' and a kv_dir "
+            "each, and give their addresses to a front end"
+        )
+    named = [name for one in config.further for name in one.model_names if name]
+    refuse_same_names((*(name for name in config.model_names if name), *named))
 
 
 def _refuse_unknown(source: str, values: Mapping[str, Any]) -> None:

@@ -85,11 +85,23 @@ class Metrics:
         is_local: True if the engine's process is on this host and can be observed.
         drafter: Label of the metrics of drafts: the engine's setting `draft`, of several engines
             that of the first.
+        beside: Metrics of another model of the server. Both models then share all collectors, and
+            `render` of either has the series of both. None makes new collectors.
     """
 
-    def __init__(self, model_name: str, is_local: bool = True, drafter: str = "none") -> None:
-        self._is_local, self._engine_pid = is_local, "none"
-        self.registry = CollectorRegistry()
+    def __init__(
+        self,
+        model_name: str,
+        is_local: bool = True,
+        drafter: str = "none",
+        beside: "Metrics | None" = None,
+    ) -> None:
+        self._is_local, self._engine_pid = is_local and beside is None, "none"
+        self.registry: CollectorRegistry = (
+            CollectorRegistry() if beside is None else beside.registry
+        )
+        self._collectors: dict[str, Any] = {} if beside is None else beside._collectors
+        """All collectors with labels, by name."""
         self._model, self._drafter = model_name, drafter
         self._lock = threading.Lock()
         self._num_preemptions = self._num_expert_bytes = 0
@@ -109,13 +121,12 @@ class Metrics:
         self._stall = self._histogram(
             "request_max_stall_seconds", "Longest time without work while admitted"
         )
-        self._make_sizes_and_keys()
-        self._preempt = Histogram(
-            "qllm:preempt_latency_seconds",
+        self._make_sizes_and_keys(sees_processes=beside is None)
+        self._preempt = self.made(
+            Histogram,
+            "preempt_latency_seconds",
             "Arrival of the request that preempts to the frame being parked",
-            ["model_name"],
             buckets=SHORT,
-            registry=self.registry,
         ).labels(model_name)
         self._preemptions = self._counter("preemptions", "Frames stopped for another request")
         self._request_preemptions = self._counter(
@@ -150,6 +161,13 @@ class Metrics:
         self._rings = self._gauge(
             "request_ring_usage_perc", "Part of a request ring not taken yet, 0 to 1", "class"
         )
+        self._make_passes()
+        self._make_kept()
+        self._make_time()
+        self._of_class = {p.name: _OfClass(self, p.name) for p in Priority}
+
+    def _make_passes(self) -> None:
+        """Make the metrics of passes."""
         self._frames = self._gauge("num_frames_parked", "Passes that stopped and go on later")
         self._frame_bytes = self._gauge(
             "frames_parked_bytes", "Activations that they hold; their KV is in kv_cache_usage_perc"
@@ -157,8 +175,6 @@ class Metrics:
         self._expert_bytes = self._counter(
             "expert_bytes_read", "Expert weights read: each expert once per layer of a pass"
         )
-        self._make_kept()
-        self._make_time()
         self._spared = self._counter(
             "preemptions_spared", "Frames that went on though an arrival stopped them"
         )
@@ -166,7 +182,6 @@ class Metrics:
         self._segment = self._gauge(
             "max_segment_seconds", "Longest work between two boundaries so far"
         )
-        self._of_class = {p.name: _OfClass(self, p.name) for p in Priority}
 
     def _make_prompts(self) -> None:
         """Make the metrics of streaming prompts and of drafts."""
@@ -193,9 +208,10 @@ class Metrics:
             "prompt_revision_lost_tokens", "Tokens computed and then changed", "class"
         )
 
-    def _make_sizes_and_keys(self) -> None:
-        ProcessCollector(registry=self.registry)
-        ProcessCollector("qllm_engine", pid=lambda: self._engine_pid, registry=self.registry)
+    def _make_sizes_and_keys(self, *, sees_processes: bool) -> None:
+        if sees_processes:  # those of the server and of its first engine
+            ProcessCollector(registry=self.registry)
+            ProcessCollector("qllm_engine", pid=lambda: self._engine_pid, registry=self.registry)
         self._prompt_size = self._histogram("request_prompt_tokens", "Tokens of a prompt", TOKENS)
         self._output_size = self._histogram(
             "request_generation_tokens", "Tokens of an answer", TOKENS
@@ -280,18 +296,26 @@ class Metrics:
         self._file_up = self._gauge("kv_file_up", "1 while the file serves, 0 without one")
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
-        made = Histogram(
-            f"qllm:{name}", text, ["model_name", "class"], buckets=buckets, registry=self.registry
-        )
+        made: Histogram = self.made(Histogram, name, text, "class", buckets=buckets)
         for priority in Priority:  # a rate needs a series from the start
             made.labels(self._model, priority.name)
         return made
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"qllm:{name}", text, ["model_name", *labels], registry=self.registry)
+        made: Counter = self.made(Counter, name, text, *labels)
+        return made
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        return Gauge(f"qllm:{name}", text, ["model_name", *labels], registry=self.registry)
+        made: Gauge = self.made(Gauge, name, text, *labels)
+        return made
+
+    def made(self, kind: Any, name: str, text: str, *labels: str, **more: Any) -> Any:
+        """Return the collector of a name, which all models of the server share."""
+        if name not in self._collectors:
+            names = ["model_name", *labels]
+            made = kind(f"qllm:{name}", text, names, registry=self.registry, **more)
+            self._collectors[name] = made
+        return self._collectors[name]
 
     def finished(self, result: Result) -> None:
         """Count a request that ended without an error."""

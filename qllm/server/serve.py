@@ -6,15 +6,18 @@ import signal
 import socket
 import threading
 import time
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+from qllm.config import engine_config
 from qllm.cores import freeze_garbage, give_memory_back
 from qllm.errors import EngineClosedError, QllmError
 from qllm.fleet.members import Backoff
+from qllm.fleet.models import Named, refuse_same_names
 from qllm.ingress.remote.meeting import Meeting, parse_address, read_secret
 from qllm.llm import QLLMEngine
-from qllm.server.app import create_app
+from qllm.server.app import Model, create_app
 from qllm.server.config import ServerConfig, read_api_keys
 from qllm.server.http.keys import read_rules
 from qllm.server.http.tls import ssl_context
@@ -23,6 +26,7 @@ from qllm.server.ops.run import make_server
 from qllm.server.ops.supervisor import PERIOD_S, Restarts, given_up
 from qllm.server.requests.front import Front
 from qllm.server.tools.choose import check_name
+from qllm.several import new_group, refuse_too_large
 
 LOG = logging.getLogger("qllm")
 
@@ -82,6 +86,46 @@ def make_engine(config: ServerConfig, *, takes_digest: bool = False) -> QLLMEngi
     if config.hang_s:
         engine.end_if_stuck(config.hang_s)
     return engine
+
+
+def make_engines(config: ServerConfig) -> list[Model]:
+    """Load the models of a server, or connect to their engines: the first model, then the others.
+
+    If one fails, the engines that were made are closed.
+
+    Raises:
+        ConfigError: A setting is wrong, or the models do not fit together in memory. Sizes are
+            checked before the first load.
+        EngineClosedError: An engine failed, or none answers.
+    """
+    if config.also and config.role != "frontend" and config.device == "cpu":
+        shared = {"shared_cores": new_group(), **config.engine}
+        config = config.model_copy(update={"engine": shared})
+    configs = [config, *config.further]
+    if config.also and config.role != "frontend":
+        refuse_too_large(
+            [Named(c.model_name, c.model, c.engine.get("depth")) for c in configs],
+            engine_config(config.engine_settings),
+            dtype=config.dtype,
+            device=config.device,
+            trust_remote_code=config.trust_remote_code,
+        )
+    made: list[Model] = []
+    with ExitStack() as opened:
+        for own in configs:
+            start = time.monotonic()
+            engine = make_engine(own)
+            opened.callback(engine.close)
+            load_s = time.monotonic() - start
+            if own.role == "frontend":
+                own = _as_the_engine(own, engine)
+            make = None
+            if engine.fleet is None:
+                make = partial(make_engine, _sized_like(own, engine))
+            made.append(Model(engine, own, make, load_s))
+        refuse_same_names(name for model in made for name in model.config.model_names)
+        opened.pop_all()
+    return made
 
 
 def _as_the_engine(config: ServerConfig, engine: QLLMEngine) -> ServerConfig:
@@ -179,32 +223,26 @@ def serve(config: ServerConfig) -> None:
     with bound_socket(config.host, config.port) as sock:
         for text in said:
             LOG.warning(text)
-        start = time.monotonic()
-        engine = make_engine(config)
-        load_s = time.monotonic() - start
-        if config.role == "frontend":
-            config = _as_the_engine(config, engine)
-        make = (
-            None if engine.fleet is not None else partial(make_engine, _sized_like(config, engine))
-        )
-        app = create_app(engine, config, make, load_s)
+        first, *others = make_engines(config)
+        app = create_app(*first, others)
         front: Front = app.state.front
         server = make_server(app, config)
-        front.apart.start()
+        for one in front.all:
+            one.apart.start()
         freeze_garbage()
         give_memory_back()
         host, port = sock.getsockname()[:2]
-        for line in (
-            *banner(engine, config, load_s),
-            f"{config.model_name} at {scheme}://{host}:{port}",
-        ):
-            LOG.info(line)
+        for model in (first, *others):
+            for line in banner(model.engine, model.config, model.load_s):
+                LOG.info(line)
+        LOG.info("%s at %s://%s:%d", ", ".join(front.names), scheme, host, port)
         # uvicorn drains at SIGTERM, then raises SIGTERM again: by then no request is left
         before = signal.signal(signal.SIGTERM, lambda *_: None)
         try:
             asyncio.run(server.serve(sockets=[sock]))
         finally:
             signal.signal(signal.SIGTERM, before)
-            front.engine.close()
-        if front.gave_up is not None:
-            raise EngineClosedError(front.gave_up)
+            for one in front.all:
+                one.engine.close()
+        if (why := next((x.gave_up for x in front.all if x.gave_up is not None), None)) is not None:
+            raise EngineClosedError(why)

@@ -16,7 +16,7 @@ from qllm.server.app import create_app
 from qllm.server.config import load_config
 from qllm.server.ops.run import Server, make_server
 from qllm.server.requests.front import Front
-from qllm.server.serve import bound_socket
+from qllm.server.serve import bound_socket, make_engines
 from tests.support.waiting import wait_for
 
 CHAT = [{"role": "user", "content": "a"}]
@@ -55,10 +55,10 @@ class Serving(NamedTuple):
     def get(self, path: str, **keywords: Any) -> httpx.Response:
         return httpx.get(f"{self.url}{path}", timeout=60, **keywords)
 
-    def metric(self, name: str, **labels: str) -> float:
+    def metric(self, name: str, model: str = "tiny", **labels: str) -> float:
         self.get("/metrics")
         registry = self.front.metrics.registry
-        return registry.get_sample_value(name, {"model_name": "tiny", **labels}) or 0.0
+        return registry.get_sample_value(name, {"model_name": model, **labels}) or 0.0
 
 
 def tiny_engine(**settings: Any) -> QLLMEngine:
@@ -70,8 +70,31 @@ def serving(
     engine: QLLMEngine, make: Callable[[], QLLMEngine] | None = None, **settings: Any
 ) -> Iterator[Serving]:
     config = load_config(None, {}, {"model": "tiny", "port": 0, "drain_s": 20, **settings})
-    server = make_server(create_app(engine, config, make), config)
-    with bound_socket(config.host, 0) as sock:
+    with running(make_server(create_app(engine, config, make), config), config.host) as made:
+        yield made
+
+
+@contextmanager
+def serving_models(**settings: Any) -> Iterator[Serving]:
+    """Serve several models, each with an engine that is made here and closed at the end."""
+    given = {"model": "tiny", "port": 0, "drain_s": 20, "restart_backoff_s": 0, **settings}
+    config = load_config(None, {}, given)
+    first, *others = models = make_engines(config)
+    try:
+        app = create_app(*first, others)
+        with running(make_server(app, first.config), config.host) as made:
+            yield made
+            for front in made.front.all:
+                front.engine.close()
+    finally:
+        for model in models:
+            model.engine.close()
+
+
+@contextmanager
+def running(server: Server, host: str) -> Iterator[Serving]:
+    """Run a server in a thread until the end of the block."""
+    with bound_socket(host, 0) as sock:
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])))
         thread.start()
         try:

@@ -14,6 +14,7 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
+from qllm.fleet.models import AUTO
 from qllm.frontend.detokenizer import bytes_of, token_text
 from qllm.frontend.handle import Piece
 from qllm.names import token_hex
@@ -23,6 +24,7 @@ from qllm.server.http.errors import ApiError, logged
 from qllm.server.http.headers import header
 from qllm.server.http.lines import on_one_line
 from qllm.server.requests.ask import Ask, Sends, check_alone
+from qllm.server.requests.auto import choose
 from qllm.server.requests.front import Front
 from qllm.server.requests.open_answer import Answer, Comment
 from qllm.types import FinishReason, Logprobs, Priority
@@ -436,6 +438,31 @@ def wanted_class(request: Request, by_body: Priority | None, front: Front) -> Pr
     return Priority[text.upper()]
 
 
+def front_of(request: Request, front: Front, body: Any) -> Front:
+    """Return the front of the model that a body names, or that the server chooses for "auto".
+
+    Raises:
+        ApiError: No model has the name, or no model has room for the request.
+    """
+    if body.model != AUTO:
+        return front.of(body.model)
+    wanted = wanted_class(request, body.asked_class(), front)
+    text = header(request.scope, "content-length") or ""
+    num_bytes = int(text) if re.fullmatch("[0-9]{1,15}", text, re.ASCII) else body.num_bytes
+    return choose(front, body.model, wanted, num_bytes, _answer_of(body))
+
+
+def _answer_of(body: Any) -> int:
+    """Return the number of tokens that a body asks for; 0 if it names none."""
+    names = ("max_completion_tokens", "max_output_tokens", "max_tokens")
+    return next((n for name in names if (n := getattr(body, name, None)) is not None), 0)
+
+
+def chosen_for_batch(front: Front, body: Any) -> Front:
+    """Return the front of the model that the body of a batch line names, as `front_of` does."""
+    return choose(front, body.model, Priority.BE, body.num_bytes, _answer_of(body))
+
+
 def owner_of(caller: str) -> str:
     """Return the owner of a caller's cached KV; callers do not share it."""
     return f"key {caller}"
@@ -478,7 +505,8 @@ async def respond_to_prompt(
     if body.prompt_id is None:
         return await respond(request, front, renderer, body, ask)
     check_alone(body)
-    with prompts.sending(request.state.caller, body.prompt_id, is_chat=is_chat) as opened:
+    caller, name = request.state.caller, body.prompt_id
+    with prompts.sending(front, caller, name, is_chat=is_chat) as opened:
         return await respond(request, front, renderer, body, replace(ask, opened=opened))
 
 
@@ -502,7 +530,12 @@ async def respond(
         try:
             await asyncio.sleep(0)  # the engine is notified, and computes during the rest
             renderer.serve(answer, body.service_tier)
-            headers = {"x-request-id": renderer.answer_id, **answer.served.headers(), **ignored}
+            headers = {
+                "x-request-id": renderer.answer_id,
+                **answer.served.headers(),
+                **front.headers(),
+                **ignored,
+            }
             if body.stream:
                 return EventStream(
                     stream(answer, renderer, body, front.config.comment_s),

@@ -205,18 +205,19 @@ class Background:
         async def keep(response: dict[str, Any]) -> None:
             await asyncio.to_thread(self._kept.change, row["id"], response)
 
-        ask = chat.ask_of(self._front, asked, row["id"], None)
+        front = self._front.of(begun["model"])  # the response has named it since it was queued
+        ask = chat.ask_of(front, asked, row["id"], None)
         ask = replace(ask, cache_owner=owner_of(row["owner"]))
         if not body.stream:
-            writer = ResponseWriter(self._front, body, asked, keep, begun)
-            await self._best_effort.answer(row["id"], ask, writer)
+            writer = ResponseWriter(front, body, asked, keep, begun)
+            await self._best_effort.answer(front, row["id"], ask, writer)
             return
         count = await asyncio.to_thread(self._kept.num_events, row["id"])
         if count > len(OPENING):
             raise ApiError(500, CUT_OFF, code="stream_cut_off")
-        recorder = Recorder(self._front, body, asked, None, begun, count)
+        recorder = Recorder(front, body, asked, None, begun, count)
         recorder.record = self._record
-        await self._best_effort.answer(row["id"], ask, recorder, replay=True)
+        await self._best_effort.answer(front, row["id"], ask, recorder, replay=True)
 
     async def _record(self, response: dict[str, Any], event: str) -> None:
         """Store an event. The last event is stored together with the response."""

@@ -32,7 +32,7 @@ class BestEffort:
     """A client of the engine for best-effort work. Lives on one event loop.
 
     Args:
-        front: Front with the engine.
+        front: Front of the server's first model.
     """
 
     def __init__(self, front: Front) -> None:
@@ -75,11 +75,12 @@ class BestEffort:
             self.give_back(permits)
 
     async def answer(
-        self, name: Hashable, ask: Ask, renderer: Renderer, *, replay: bool = False
+        self, front: Front, name: Hashable, ask: Ask, renderer: Renderer, *, replay: bool = False
     ) -> dict[str, Any]:
         """Wait for an answer and return its body.
 
         Args:
+            front: Front of the model that answers.
             name: Name of the work, for the count of engine deaths.
             ask: Request to the engine.
             renderer: Writer of the body.
@@ -90,7 +91,7 @@ class BestEffort:
             EngineGoneError: The engine ended.
         """
         try:
-            return await self._answer(name, replace(ask, replay=replay), renderer)
+            return await self._answer(front, name, replace(ask, replay=replay), renderer)
         except ApiError as error:
             if error.status_code != 503:
                 raise
@@ -104,15 +105,17 @@ class BestEffort:
         self._deaths.pop(name, None)
 
     async def engine(self) -> None:
-        """Wait until there is an engine again."""
+        """Wait until every model has an engine again."""
         await asyncio.sleep(RETRY_S)
-        while self._front.unavailable() is not None:
+        while any(front.unavailable() is not None for front in self._front.all):
             await asyncio.sleep(RETRY_S)
 
-    async def _answer(self, name: Hashable, ask: Ask, renderer: Renderer) -> dict[str, Any]:
+    async def _answer(
+        self, front: Front, name: Hashable, ask: Ask, renderer: Renderer
+    ) -> dict[str, Any]:
         while True:
             try:
-                answer = await self._front.open(ask, Priority.BE)
+                answer = await front.open(ask, Priority.BE)
                 break
             except QllmError as error:
                 wrapped = from_engine(error)

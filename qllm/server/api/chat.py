@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request, Response
 
 from qllm.frontend.handle import Piece
 from qllm.server.api import answers
-from qllm.server.api.answers import Shown, Writer, respond_to_prompt
+from qllm.server.api.answers import Shown, Writer, front_of, respond_to_prompt
 from qllm.server.api.calls import Reader, reader_of
 from qllm.server.api.protocol import ChatRequest
 from qllm.server.http.errors import RESPONSES
@@ -110,9 +110,9 @@ def routes(front: Front, prompts: Sends) -> APIRouter:
     @router.post(ENDPOINT, responses=RESPONSES)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
-        front.check_model(body.model)
-        writer = ChatWriter(front, body)
-        ask = ask_of(front, body, writer.answer_id, front.config.request_timeout_s)
-        return await respond_to_prompt(request, front, prompts, writer, body, ask, is_chat=True)
+        own = front_of(request, front, body)
+        writer = ChatWriter(own, body)
+        ask = ask_of(own, body, writer.answer_id, own.config.request_timeout_s)
+        return await respond_to_prompt(request, own, prompts, writer, body, ask, is_chat=True)
 
     return router

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 from qllm.frontend.detokenizer import certain_text, decoded, token_texts
 from qllm.frontend.handle import Piece
 from qllm.server.api import answers
-from qllm.server.api.answers import Writer, respond_to_prompt
+from qllm.server.api.answers import Writer, front_of, respond_to_prompt
 from qllm.server.api.protocol import CompletionRequest
 from qllm.server.http.errors import RESPONSES
 from qllm.server.requests.ask import TO_FIT, Ask, Sends
@@ -167,9 +167,9 @@ def routes(front: Front, prompts: Sends) -> APIRouter:
     @router.post(ENDPOINT, responses=RESPONSES)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue one or more prompts."""
-        front.check_model(body.model)
-        writer = CompletionWriter(front, body)
-        ask = ask_of(body, writer.answer_id, front.config.request_timeout_s)
-        return await respond_to_prompt(request, front, prompts, writer, body, ask, is_chat=False)
+        own = front_of(request, front, body)
+        writer = CompletionWriter(own, body)
+        ask = ask_of(body, writer.answer_id, own.config.request_timeout_s)
+        return await respond_to_prompt(request, own, prompts, writer, body, ask, is_chat=False)
 
     return router

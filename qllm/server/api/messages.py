@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from qllm.server.api import chat
-from qllm.server.api.answers import respond
+from qllm.server.api.answers import front_of, respond
 from qllm.server.api.blocks import Block, Blocks, Change, Kind, changes, named_event
 from qllm.server.api.calls import reader_of
 from qllm.server.api.messages_protocol import CountRequest, MessagesRequest, input_of
@@ -162,22 +162,22 @@ def routes(front: Front) -> APIRouter:
     @router.post(ENDPOINT, responses=ANTHROPIC_RESPONSES)
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """Answer a conversation."""
-        front.check_model(body.model)
+        own = front_of(request, front, body)
         if INTERLEAVED not in (header(request.scope, "anthropic-beta") or ""):
             body.check_budget()
-        asked = await front.apart.run(body.num_bytes, chat_of, body)
-        writer = MessageWriter(front, asked)
-        ask = chat.ask_of(front, asked, writer.answer_id, front.config.request_timeout_s)
-        return await respond(request, front, writer, body, ask)
+        asked = await own.apart.run(body.num_bytes, chat_of, body)
+        writer = MessageWriter(own, asked)
+        ask = chat.ask_of(own, asked, writer.answer_id, own.config.request_timeout_s)
+        return await respond(request, own, writer, body, ask)
 
     @router.post(f"{ENDPOINT}/count_tokens", responses=ANTHROPIC_RESPONSES)
     async def count_tokens(body: CountRequest, request: Request) -> Response:
         """Count the tokens of a conversation in the model's prompt."""
-        front.check_model(body.model)
-        ignored = front.told.headers(body.all_unserved)
-        asked = await front.apart.run(body.num_bytes, chat_of, body)
-        ask = chat.ask_of(front, asked, "count", None)
-        ids = await front.in_thread(Priority.BE, front.render, ask, Priority.BE)
+        own = front.of(body.model)
+        ignored = own.told.headers(body.all_unserved)
+        asked = await own.apart.run(body.num_bytes, chat_of, body)
+        ask = chat.ask_of(own, asked, "count", None)
+        ids = await own.in_thread(Priority.BE, own.render, ask, Priority.BE)
         return JSONResponse({"input_tokens": len(ids)}, headers=ignored)
 
     return router

@@ -53,13 +53,17 @@ class DetokenizeRequest(Body):
 
 
 def card(front: Front, name: str, started: int) -> dict[str, Any]:
-    """Return the description of the model under one of its names.
+    """Return the description of a model under one of its names.
 
     Args:
         front: Front of the server.
         name: Name of the model for clients.
         started: Unix time of the server's start, in seconds.
+
+    Raises:
+        ApiError: 404, no model has this name.
     """
+    front = front.of(name)
     info = front.engine.client.info
     return {
         "id": name,
@@ -80,31 +84,28 @@ def routes(front: Front) -> APIRouter:
 
     @router.get("/v1/models", responses={401: RESPONSES[401]})
     async def models() -> dict[str, Any]:
-        """List the served model, once per name."""
-        names = front.config.model_names
-        return {"object": "list", "data": [card(front, name, started) for name in names]}
+        """List the served models, each once per name."""
+        return {"object": "list", "data": [card(front, name, started) for name in front.names]}
 
     @router.get("/v1/models/{name:path}", responses=RESPONSES)
     async def one_model(name: str) -> dict[str, Any]:
-        """Return the model, if it has this name."""
-        front.check_model(name)
+        """Return the model with this name."""
         return card(front, name, started)
 
     @router.post("/tokenize", responses=RESPONSES)
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """Return the token ids of a prompt, or of messages in the chat template."""
-        front.check_model(body.model)
-        how = (body.template(), body.add_special_tokens, front.max_model_len)
+        own = front.of(body.model)
+        how = (body.template(), body.add_special_tokens, own.max_model_len)
         what = (body.prompt, body.messages, Given.TOKENIZER, *how)
-        found = await front.best_effort(body.num_bytes, texts.tokenized, *what)
+        found = await own.best_effort(body.num_bytes, texts.tokenized, *what)
         return Response(found, media_type=JSON)
 
     @router.post("/detokenize", responses=RESPONSES)
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         """Return the text of token ids."""
-        front.check_model(body.model)
         what = (body.tokens, Given.TOKENIZER)
-        found = await front.best_effort(body.num_bytes, texts.detokenized, *what)
+        found = await front.of(body.model).best_effort(body.num_bytes, texts.detokenized, *what)
         return Response(found, media_type=JSON)
 
     @router.post("/reset_prefix_cache", responses={n: RESPONSES[n] for n in (403, 503)})
@@ -114,18 +115,32 @@ def routes(front: Front) -> APIRouter:
             text = "this deletes the kept KV of every API key, which only that of the setting "
             text += "admin_api_key may; POST /delete_kv deletes that of yours"
             raise ApiError(403, text, code="not_admin")
-        if (error := front.unavailable()) is not None:
-            raise error
-        await asyncio.to_thread(front.engine.reset_prefix_cache)
+        _check_all_serve(front)
+        for one in front.all:
+            await asyncio.to_thread(one.engine.reset_prefix_cache)
         return {"status": "ok"}
 
     @router.post("/delete_kv", responses=RESPONSES)
     async def delete_kv(request: Request, body: DeleteKvRequest) -> dict[str, Any]:
-        """Delete cached KV of the caller's API key: of one `cache_salt`, or all of it."""
-        if (error := front.unavailable()) is not None:
-            raise error
-        owner = owner_of(request.state.caller)
-        count = await asyncio.to_thread(front.engine.delete_kv, body.cache_salt, owner)
+        """Delete cached KV of the caller's API key: of one `cache_salt`, or all of it.
+
+        It is deleted at every model of the server.
+        """
+        _check_all_serve(front)
+        owner, count = owner_of(request.state.caller), 0
+        for one in front.all:
+            count += await asyncio.to_thread(one.engine.delete_kv, body.cache_salt, owner)
         return {"status": "ok", "deleted_pages": count}
 
     return router
+
+
+def _check_all_serve(front: Front) -> None:
+    """Raise if a model of the server does not serve now.
+
+    Raises:
+        ApiError: 503, the engine of a model is down.
+    """
+    for one in front.all:
+        if (error := one.unavailable()) is not None:
+            raise error

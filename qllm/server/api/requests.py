@@ -42,18 +42,21 @@ class Change(Body):
         return class_of(self.service_tier, self.priority)
 
 
-def _found(front: Front, caller: str, name: str) -> Answer:
-    """Return an open request of this caller. Requests of other callers count as missing.
+def _found(front: Front, caller: str, name: str) -> tuple[Front, Answer]:
+    """Return an open request of this caller, and the front of its model.
+
+    Requests of other callers count as missing.
 
     Raises:
         ApiError: 404 if no request has the name. 409 if several have the name and none the id.
     """
-    called = [x for x in front.answers if x.caller == caller and name in x.names]
-    found = [x for x in called if x.answer_id == name] or called
+    mine = [(one, x) for one in front.all for x in one.answers if x.caller == caller]
+    called = [(one, x) for one, x in mine if name in x.names]
+    found = [(one, x) for one, x in called if x.answer_id == name] or called
     if not found:
         raise ApiError(404, f"no request {name!r:.80} of this API key is open", code="not_found")
     if len(found) > 1:
-        ids = ", ".join(sorted(x.answer_id for x in found))
+        ids = ", ".join(sorted(x.answer_id for _, x in found))
         text = f"{len(found)} open requests are called {name!r:.80}; their ids are {ids:.500}"
         raise ApiError(409, text, code="ambiguous_id")
     return found[0]
@@ -87,19 +90,20 @@ def routes(front: Front) -> APIRouter:
     async def list_requests(request: Request) -> dict[str, Any]:
         """List the open requests of this API key."""
         caller = request.state.caller
-        mine = [answer for answer in front.answers if answer.caller == caller]
+        mine = [x for one in front.all for x in one.answers if x.caller == caller]
         return {"object": "list", "data": [await _shown(answer) for answer in mine]}
 
     @router.get("/v1/requests/{name:path}", responses=RESPONSES)
     async def one_request(name: str, request: Request) -> dict[str, Any]:
         """Return an open request."""
-        return await _shown(_found(front, request.state.caller, name))
+        _, answer = _found(front, request.state.caller, name)
+        return await _shown(answer)
 
     @router.patch("/v1/requests/{name:path}", responses=RESPONSES)
     async def change_request(name: str, body: Change, request: Request) -> dict[str, Any]:
         """Change the class of a waiting or running request, or pause or resume it."""
-        answer = _found(front, request.state.caller, name)
-        front.change(answer, body.asked_class(), body.paused)
+        own, answer = _found(front, request.state.caller, name)
+        own.change(answer, body.asked_class(), body.paused)
         return await _shown(answer)
 
     return router

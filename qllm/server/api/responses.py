@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
 
 from qllm.server.api import chat
-from qllm.server.api.answers import EventStream, respond
+from qllm.server.api.answers import EventStream, front_of, respond
 from qllm.server.api.background import Background
 from qllm.server.api.protocol import ChatRequest
 from qllm.server.api.response_writer import ResponseWriter
@@ -50,7 +50,6 @@ async def _chat_of(
     front: Front, state: State | None, body: ResponsesRequest, owner: str
 ) -> ChatRequest:
     """Return a body as a chat, including the earlier conversation."""
-    front.check_model(body.model)
     before: list[str] = []
     if state is None:
         _refuse_without_state(body)
@@ -74,30 +73,31 @@ def routes(front: Front, state: State | None) -> APIRouter:
     @router.post(ENDPOINT, responses=RESPONSES)
     async def create(body: ResponsesRequest, request: Request) -> Response:
         """Answer a conversation, also one that continues an earlier response."""
-        owner, keep = _caller(request), None
-        asked = await _chat_of(front, state, body, owner)
+        own, owner, keep = front_of(request, front, body), _caller(request), None
+        asked = await _chat_of(own, state, body, owner)
         if state is not None and body.store is not False:
-            raw, items = await front.apart.run(body.num_bytes, kept_of, body)
+            raw, items = await own.apart.run(body.num_bytes, kept_of, body)
             add = partial(state.kept.add, owner, raw, items)
             keep = partial(_keep_or_tell, add)
-        writer = ResponseWriter(front, body, asked, keep)
-        ask = chat.ask_of(front, asked, writer.answer_id, front.config.request_timeout_s)
+        writer = ResponseWriter(own, body, asked, keep)
+        ask = chat.ask_of(own, asked, writer.answer_id, own.config.request_timeout_s)
         if not body.background:
-            return await respond(request, front, writer, body, ask)
+            return await respond(request, own, writer, body, ask)
         assert state is not None
-        ignored = front.told.headers(body.all_unserved)
-        await front.in_thread(Priority.BE, front.check, ask)
-        begun = await _in_background(front, state.background, writer, body.stream, owner, add)
+        ignored = own.told.headers(body.all_unserved)
+        await own.in_thread(Priority.BE, own.check, ask)
+        begun = await _in_background(own, state.background, writer, body.stream, owner, add)
         begun.headers.update(ignored)
         return begun
 
     @router.post(f"{ENDPOINT}/input_tokens", responses=RESPONSES)
     async def input_tokens(body: InputTokensRequest, request: Request) -> Response:
         """Count the tokens of a conversation in the model's prompt."""
-        ignored = front.told.headers(body.all_unserved)
-        asked = await _chat_of(front, state, body, _caller(request))
-        ask = chat.ask_of(front, asked, "count", None)
-        ids = await front.in_thread(Priority.BE, front.render, ask, Priority.BE)
+        own = front.of(body.model)
+        ignored = own.told.headers(body.all_unserved)
+        asked = await _chat_of(own, state, body, _caller(request))
+        ask = chat.ask_of(own, asked, "count", None)
+        ids = await own.in_thread(Priority.BE, own.render, ask, Priority.BE)
         found = {"object": "response.input_tokens", "input_tokens": len(ids)}
         return JSONResponse(found, headers=ignored)
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from pydantic import Field
 
 from qllm.server.api import chat, completions
-from qllm.server.api.answers import Renderer, owner_of
+from qllm.server.api.answers import Renderer, chosen_for_batch, owner_of
 from qllm.server.api.best_effort import BestEffort, EngineGoneError
 from qllm.server.api.protocol import ChatRequest, CompletionRequest
 from qllm.server.api.response_writer import ResponseWriter
@@ -158,10 +158,13 @@ def _body_of(body: dict[str, Any], endpoint: str, num_bytes: int) -> Any:
 async def prepare(front: Front, body: Any) -> tuple[Ask, Renderer]:
     """Return the engine request for a line's body, and the writer of the answer.
 
+    Args:
+        front: Front of the line's model.
+        body: Body of the line.
+
     Raises:
         ApiError: The body is wrong.
     """
-    front.check_model(body.model)
     front.told.headers(body.all_unserved)
     if isinstance(body, ChatRequest):
         chat_writer = chat.ChatWriter(front, body)
@@ -377,10 +380,11 @@ class Worker:
 
     async def _ask(self, batch: Row, body: Any, place: tuple[str, int]) -> dict[str, Any]:
         owner = batch["owner"]
-        ask, writer = await prepare(self._front, body)
+        front = chosen_for_batch(self._front, body)
+        ask, writer = await prepare(front, body)
         salt = blake2b(f"{place[0]}\n{ask.cache_salt}".encode("utf-8", "surrogatepass")).hexdigest()
         ask = replace(ask, cache_owner=owner_of(owner), cache_salt=salt)
-        return await self._best_effort.answer(place, ask, writer)
+        return await self._best_effort.answer(front, place, ask, writer)
 
     def _expire(self, batch: Row) -> None:
         """Answer every unanswered line with an error."""

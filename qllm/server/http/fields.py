@@ -151,6 +151,8 @@ def kind_of(value: Any) -> Any:
 class Asked(Open):
     """The body of a request for an answer."""
 
+    lossy: bool | None = None
+    """True to allow answers of models that are cut, which may be worse. No server allows it yet."""
     _unserved: list[Unserved] = PrivateAttr(default_factory=list)
 
     @property
@@ -160,6 +162,11 @@ class Asked(Open):
 
     @model_validator(mode="after")
     def _find_unserved(self) -> Self:
+        if self.lossy:
+            raise ValueError(
+                "lossy=true: this server does not allow lossy answers; leave it out, or name a "
+                "model that is cut (GET /v1/models lists depths)"
+            )
         self._unserved = found(self)
         return self
 

@@ -14,7 +14,7 @@ class FleetMetrics:
     """The collectors of a fleet.
 
     Args:
-        metrics: Metrics of the server. The collectors join their registry.
+        metrics: Metrics of the server. The collectors join theirs.
         model_name: Label of every metric.
         fleet: Fleet to observe.
     """
@@ -25,12 +25,12 @@ class FleetMetrics:
         self._names = set[str]()
 
         def gauge(name: str, text: str, *labels: str) -> Gauge:
-            names = ["model_name", "engine", *labels]
-            return Gauge(f"qllm:fleet_{name}", text, names, registry=metrics.registry)
+            made: Gauge = metrics.made(Gauge, f"fleet_{name}", text, "engine", *labels)
+            return made
 
         def counter(name: str, text: str, *labels: str) -> Counter:
-            names = ["model_name", *labels]
-            return Counter(f"qllm:fleet_{name}", text, names, registry=metrics.registry)
+            made: Counter = metrics.made(Counter, f"fleet_{name}", text, *labels)
+            return made
 
         self._up = gauge("engine_up", "1 while the engine takes requests")
         self._open = gauge("requests_open", "Requests of this front end at the engine", "class")

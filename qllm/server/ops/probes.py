@@ -59,6 +59,30 @@ def _engines(front: Front) -> dict[str, Any]:
     return {} if fleet is None else {"engines": fleet.engines()}
 
 
+def _health(front: Front) -> dict[str, Any]:
+    """Return what /health says about one model.
+
+    Raises:
+        ApiError: 503, the model's engine ended, and there will be no other one.
+    """
+    error = front.unavailable()
+    if error is None:
+        return {"status": "ok", **_engines(front)}
+    if front.back_in_s is None or front.gave_up is not None:
+        raise error
+    return {"status": "restarting", "why": error.message, **_engines(front)}
+
+
+def _health_of_all(front: Front) -> dict[str, Any]:
+    """Return what /health says: of one model, or of each model and the first that restarts."""
+    said = {one.model_name: _health(one) for one in front.all}
+    if len(said) == 1:
+        return said[front.model_name]
+    bad = next((one for one in said.values() if one["status"] != "ok"), None)
+    whole = {"status": "ok"} if bad is None else {name: bad[name] for name in ("status", "why")}
+    return {**whole, "models": said}
+
+
 def _fleet_observer(front: Front) -> Callable[[], None]:
     """Return the function that updates a fleet's metrics at each scrape."""
     fleet = front.engine.fleet
@@ -67,42 +91,57 @@ def _fleet_observer(front: Front) -> Callable[[], None]:
     return FleetMetrics(front.metrics, front.model_name, fleet).observe
 
 
-async def _refuse_unreadable(front: Front) -> None:
-    """Raise if the experts of a file cannot be read.
-
-    Raises:
-        ApiError: The last reads failed.
-    """
+async def _unready(front: Front) -> ApiError | None:
+    """Return why a model does not serve now: no engine, or experts that cannot be read."""
+    if (error := front.unavailable()) is not None:
+        return error
     if front.engine.fleet is not None or front.engine.config.max_expert_bytes is None:
-        return
+        return None
     stats = await asyncio.to_thread(front.engine.stats)
     if failure := stats["experts"].get("failure"):
-        raise ApiError(503, f"experts cannot be read: {failure}", code="experts_unreadable")
+        return ApiError(503, f"experts cannot be read: {failure}", code="experts_unreadable")
+    return None
+
+
+async def _refuse_unready(front: Front) -> None:
+    """Raise if no model of the server serves now.
+
+    Raises:
+        ApiError: 503, with the reason of the first model.
+    """
+    reasons = [await _unready(one) for one in front.all]
+    if reasons[0] is not None and None not in reasons:
+        raise reasons[0]
+
+
+async def _observe(front: Front) -> None:
+    """Update the metrics of one model with its engine's numbers."""
+    front.metrics.up.set(front.unavailable() is None)
+    with suppress(EngineClosedError):
+        stats = await asyncio.to_thread(front.engine.stats)
+        requests = await asyncio.to_thread(open_requests, front)
+        front.metrics.observe(stats, counts(requests))
 
 
 def routes(front: Front) -> APIRouter:
     """Return the routes for monitoring."""
     router = APIRouter(tags=["probes"])
-    observe_fleet = _fleet_observer(front)
+    fleets = [_fleet_observer(one) for one in front.all]
 
     @router.get("/health", responses={503: RESPONSES[503]})
     async def health() -> dict[str, Any]:
-        """Return 200 while the engine runs or restarts: then killing the server does not help."""
-        error = front.unavailable()
-        if error is None:
-            return {"status": "ok", **_engines(front)}
-        if front.back_in_s is None or front.gave_up is not None:
-            raise error
-        return {"status": "restarting", "why": error.message, **_engines(front)}
+        """Return 200 while the engine runs or restarts: then killing the server does not help.
+
+        A server of several models reports each of them.
+        """
+        return _health_of_all(front)
 
     @router.get("/ready", responses={503: RESPONSES[503]})
     async def ready() -> dict[str, str]:
-        """Return 200 while requests are accepted: the engine runs and the server does not drain."""
+        """Return 200 while requests are accepted: an engine runs and the server does not drain."""
         if front.leaving or front.draining.is_set():
             raise ApiError(503, "the server is shutting down", code="draining")
-        if (error := front.unavailable()) is not None:
-            raise error
-        await _refuse_unreadable(front)
+        await _refuse_unready(front)
         return {"status": "ok"}
 
     for path, probe in (("/health", health), ("/ready", ready)):
@@ -116,12 +155,10 @@ def routes(front: Front) -> APIRouter:
     @router.get("/metrics")
     async def metrics() -> Response:
         """Return the metrics for Prometheus. After an engine's end its last counts stay."""
-        front.metrics.up.set(front.unavailable() is None)
-        observe_fleet()
-        with suppress(EngineClosedError):
-            stats = await asyncio.to_thread(front.engine.stats)
-            requests = await asyncio.to_thread(open_requests, front)
-            front.metrics.observe(stats, counts(requests))
+        for observe in fleets:
+            observe()
+        for one in front.all:
+            await _observe(one)
         return Response(front.metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     return router

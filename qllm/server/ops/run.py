@@ -45,12 +45,13 @@ class Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Return True to stop. uvicorn calls this ten times a second."""
         told = await super().on_tick(counter) and time.monotonic() >= self._leaves_at
-        return told or self._front.gave_up is not None
+        return told or any(front.gave_up is not None for front in self._front.all)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Drain, then stop. uvicorn calls this at the end."""
         self._front.draining.set()
-        asyncio.get_running_loop().call_later(self._drain_s, self._front.cancel)
+        for front in self._front.all:
+            asyncio.get_running_loop().call_later(self._drain_s, front.cancel)
         await super().shutdown(sockets)
 
 

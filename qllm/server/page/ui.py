@@ -38,7 +38,7 @@ def routes(front: Front) -> APIRouter:
     router = APIRouter(tags=["ui"])
     static = files("qllm.server.page") / "static"
     pages = {name: (static / name).read_bytes() for name in ("ui.html", *TYPES)}
-    feed = Feed(front)
+    feeds = {one: Feed(one) for one in front.all}
 
     @router.get("/ui", include_in_schema=False)
     async def page() -> Response:
@@ -55,8 +55,12 @@ def routes(front: Front) -> APIRouter:
     readers: set[object] = set()
 
     @router.get("/ui/events", include_in_schema=False)
-    async def live(since: Annotated[int, Query(ge=0)] = 0) -> Response:
-        """Stream news four times a second as server-sent events (`qllm.server.page.feed`)."""
+    async def live(since: Annotated[int, Query(ge=0)] = 0, model: str | None = None) -> Response:
+        """Stream news four times a second as server-sent events (`qllm.server.page.feed`).
+
+        The news is of the engine of one model, by default the first.
+        """
+        feed = feeds[front.of(model)]
         if len(readers) >= MAX_READERS:
             raise ApiError(429, f"{MAX_READERS} pages are open already", retry_after_s=5)
         reader = object()

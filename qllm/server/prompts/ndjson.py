@@ -141,8 +141,9 @@ class _Streamed:
         most_bytes = front.config.max_prompt_bytes
         try:
             body, rest = await _first(blocks, front.apart, model)
-            writer, ask = self._asked(body)
-            opened = await self._open(request, body, ask)
+            own = front.of(body.model)
+            writer, ask = _asked(own, body)
+            opened = await self._open(own, request, body, ask)
             try:
                 async for number, block in _chain(rest, blocks):
                     add = partial(_add_lines, opened, front.apart, number, block, most_bytes)
@@ -155,26 +156,15 @@ class _Streamed:
         try:
             with prompts.sent(opened):
                 whole = replace(ask, opened=opened)
-                return await respond(request, front, writer, body, whole)
+                return await respond(request, own, writer, body, whole)
         finally:
             if opened.prompt.is_open:
                 prompts.cancel(opened, "was refused")
 
-    def _asked(self, body: CompletionRequest | ChatRequest) -> tuple[Writer, Ask]:
-        front = self._front
-        front.check_model(body.model)
-        check_alone(body)
-        timeout_s = front.config.request_timeout_s
-        if isinstance(body, ChatRequest):
-            chat_writer = chat.ChatWriter(front, body)
-            return chat_writer, chat.ask_of(front, body, chat_writer.answer_id, timeout_s)
-        writer = completions.CompletionWriter(front, body)
-        return writer, completions.ask_of(body, writer.answer_id, timeout_s)
-
     async def _open(
-        self, request: Request, body: CompletionRequest | ChatRequest, ask: Ask
+        self, front: Front, request: Request, body: CompletionRequest | ChatRequest, ask: Ask
     ) -> Opened:
-        wanted = wanted_class(request, body.asked_class(), self._front)
+        wanted = wanted_class(request, body.asked_class(), front)
         template: dict[str, Any] = {}
         first: Any = ask.prompts[0] if len(ask.prompts) == 1 else None
         if isinstance(body, ChatRequest):
@@ -182,6 +172,7 @@ class _Streamed:
         elif first is None:
             raise InvalidRequestError("one prompt comes in pieces, not a list of prompts")
         return await self._prompts.open(
+            front,
             request.state.caller,
             wanted,
             first,
@@ -189,6 +180,16 @@ class _Streamed:
             template=template,
             is_streamed=True,
         )
+
+
+def _asked(front: Front, body: CompletionRequest | ChatRequest) -> tuple[Writer, Ask]:
+    check_alone(body)
+    timeout_s = front.config.request_timeout_s
+    if isinstance(body, ChatRequest):
+        chat_writer = chat.ChatWriter(front, body)
+        return chat_writer, chat.ask_of(front, body, chat_writer.answer_id, timeout_s)
+    writer = completions.CompletionWriter(front, body)
+    return writer, completions.ask_of(body, writer.answer_id, timeout_s)
 
 
 def routes(front: Front, prompts: StreamingPrompts) -> list[Route]:

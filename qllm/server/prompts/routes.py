@@ -83,12 +83,12 @@ class _Routes:
         raw, front = await request.body(), self._front
         how = (raw, header(request.scope, "content-type"), OpenRequest)
         body: OpenRequest = await front.apart.run(len(raw), read, *how)
-        front.check_model(body.model)
-        wanted = wanted_class(request, body.asked_class(), front)
+        own = front.of(body.model)
+        wanted = wanted_class(request, body.asked_class(), own)
         given: Any = body.prompt or "" if body.messages is None else body.messages
         salt, template = body.cache_salt or "", body.template()
         opened = await self._prompts.open(
-            request.state.caller, wanted, given, cache_salt=salt, template=template
+            own, request.state.caller, wanted, given, cache_salt=salt, template=template
         )
         return await self.seen(opened)
 

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from qllm.errors import EngineClosedError, RequestFailedError
 from qllm.frontend.streaming_prompt import Piece, StreamingPrompt
 from qllm.server.api.answers import owner_of
+from qllm.server.config import ServerConfig
 from qllm.server.http.errors import ApiError
 from qllm.server.requests.ask import SHORT, Served
 from qllm.server.requests.front import Front
@@ -35,6 +36,8 @@ class Opened:
     """A streaming prompt."""
 
     name: str
+    front: Front
+    """Front of the model that the prompt is for."""
     prompt: StreamingPrompt
     served: Served
     caller: str
@@ -107,8 +110,8 @@ class StreamingPrompts:
     Work whose time grows with a piece or a prompt runs on the threads of the prompt's class.
     """
 
-    def __init__(self, front: Front) -> None:
-        self._front, self._config = front, front.config
+    def __init__(self, config: ServerConfig) -> None:
+        self._config = config
         self._open: dict[str, Opened] = {}
         self._num_open: Counter[str] = Counter()
         """Number of prompts by caller, including those being opened."""
@@ -118,6 +121,7 @@ class StreamingPrompts:
 
     async def open(
         self,
+        front: Front,
         caller: str,
         wanted: Priority,
         prompt: Any,
@@ -129,6 +133,7 @@ class StreamingPrompts:
         """Open a prompt.
 
         Args:
+            front: Front of the prompt's model.
             caller: Caller that owns the prompt.
             wanted: Requested class. The server may demote it.
             prompt: First part of the prompt: text, ids or messages.
@@ -151,7 +156,6 @@ class StreamingPrompts:
             )
         num_bytes = _num_bytes(prompt)
         check_size(num_bytes, most.max_prompt_bytes)
-        front = self._front
         served = front.admit(wanted, caller)
         self._num_open[caller] += 1
         name = f"prompt-{secrets.token_hex(12)}"
@@ -178,7 +182,7 @@ class StreamingPrompts:
         front.keep(made.handle)
         is_chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], Mapping)
         other = num_bytes - made.num_bytes if is_chat else 0
-        opened = Opened(name, made, served, caller, is_chat, other, is_streamed)
+        opened = Opened(name, front, made, served, caller, is_chat, other, is_streamed)
         self._open[name] = opened
         front.metrics.streaming_prompts.inc()
         self._touch(opened)
@@ -239,19 +243,23 @@ class StreamingPrompts:
 
     async def look(self, opened: Opened, do: Callable[[], _T], num_bytes: int = 0) -> _T:
         """Run a function that reads a prompt and `num_bytes` of other input, on a thread."""
-        text = self._front.text_of(opened.served.priority)
+        text = opened.front.text_of(opened.served.priority)
         is_short = num_bytes + opened.num_bytes < SHORT
         done: _T = await text.run(do, is_short=is_short, abandon=_forget)
         return done
 
     @contextmanager
-    def sending(self, caller: str, name: str, *, is_chat: bool) -> Iterator[Opened]:
+    def sending(self, front: Front, caller: str, name: str, *, is_chat: bool) -> Iterator[Opened]:
         """Take a prompt in order to send it. The prompt stays open if sending is refused.
 
         Raises:
-            ApiError: The prompt is missing, is being changed or sent, or is for the other endpoint.
+            ApiError: The prompt is missing, is being changed or sent, or is for the other endpoint
+                or another model.
         """
         opened = self.found(caller, name)
+        if opened.front is not front:
+            text = f"prompt {name} was opened for the model {opened.front.model_name!r}; name it"
+            raise ApiError(400, text, param="model")
         if opened.num_changing:
             raise _busy(name, "changed")
         if opened.is_chat != is_chat:
@@ -289,7 +297,7 @@ class StreamingPrompts:
             opened.timer = loop.call_later(after_s, self._abandon, opened)
 
     def _abandon(self, opened: Opened) -> None:
-        self._front.metrics.abandoned.inc()
+        opened.front.metrics.abandoned.inc()
         self.cancel(opened, f"was abandoned: nothing came for {self._config.prompt_idle_s:g} s")
 
     def cancel(self, opened: Opened, fate: str) -> None:
@@ -306,9 +314,9 @@ class StreamingPrompts:
         if self._open.pop(opened.name, None) is None:
             return
         if opened.has_seat:
-            self._front.release(opened.served)
+            opened.front.release(opened.served)
         self._left(opened.caller)
-        self._front.metrics.streaming_prompts.dec()
+        opened.front.metrics.streaming_prompts.dec()
         self._ended[opened.name] = opened.caller, fate
         self._order.append(opened.name)
         if len(self._order) > KEPT_NAMES:

@@ -107,7 +107,9 @@ class Ask:
 class Sends(Protocol):
     """Interface of the store of streaming prompts. `prompts.store` implements it."""
 
-    def sending(self, caller: str, name: str, *, is_chat: bool) -> AbstractContextManager[Any]:
+    def sending(
+        self, front: Any, caller: str, name: str, *, is_chat: bool
+    ) -> AbstractContextManager[Any]:
         """Take a prompt in order to send it. The prompt stays open if sending is refused."""
         ...
 

@@ -5,13 +5,11 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
+from urllib.parse import quote
 from weakref import WeakKeyDictionary
 
-from qllm.errors import (
-    EngineClosedError,
-    QllmError,
-    RequestFailedError,
-)
+from qllm.errors import EngineClosedError, QllmError, RequestFailedError
+from qllm.fleet.models import AUTO, refuse_same_names
 from qllm.frontend.checks import FIT, longest
 from qllm.frontend.handle import Handle, Listener, Result
 from qllm.frontend.request_log import RequestLog
@@ -36,7 +34,21 @@ _log = logging.getLogger("qllm.server")
 class Front:
     """The server's access to the engine: submits requests and tracks them. Lives on one event loop.
 
+    A server of several models has one front per model. A front knows one model's engine alone, so
+    no request of a model can reach the engine of another one. The fronts share the names of
+    models, the ids of open requests and the state of the server.
+
     This is one class, because submitting, changing and ending a request share the same counts.
+
+    Args:
+        engine: First engine.
+        config: Settings of the server, with the names of this model.
+        metrics: Metrics of this model.
+        rules: Rules of callers.
+        beside: Front of the server's first model; None makes the first front.
+
+    Raises:
+        ConfigError: Another model of the server has a name of this model.
     """
 
     def __init__(
@@ -45,6 +57,7 @@ class Front:
         config: ServerConfig,
         metrics: Metrics,
         rules: Mapping[str, Rule] | None = None,
+        beside: "Front | None" = None,
     ) -> None:
         self.engine = engine
         """The current engine. The supervisor replaces an engine that has ended."""
@@ -66,11 +79,11 @@ class Front:
             self.log.on_replay = metrics.replayed.inc
         self.answers: set[Answer] = set()
         """Open answers, whose clients still wait."""
-        self.draining = asyncio.Event()
+        self.draining: asyncio.Event = asyncio.Event() if beside is None else beside.draining
         """Event, set when the server is about to end and accepts no new request."""
         self.leaving = False
         """True if the server will drain soon. /ready reports this. Requests are still served."""
-        self._ids: set[tuple[str, str]] = set()
+        self._ids: set[tuple[str, str]] = set() if beside is None else beside._ids
         """Caller and id of each open request that its caller has named. Ids are unique per caller.
         """
         self._settling: set[asyncio.Task[None]] = set()
@@ -82,7 +95,13 @@ class Front:
         self.apart = Apart(lambda: self.engine.tokenizer)
         """Runner of work whose cost grows with the body."""
         self._num_ls = 0
-        self.told = Told(_log, is_strict=config.strict_fields)
+        self._by_name: dict[str, Front] = {} if beside is None else beside._by_name
+        """The fronts of all models, by each name for clients."""
+        refuse_same_names([*self._by_name, *config.model_names])
+        self._by_name.update(dict.fromkeys(config.model_names, self))
+        self.told: Told = (
+            Told(_log, is_strict=config.strict_fields) if beside is None else beside.told
+        )
         """Report of the ignored parts of requests."""
 
     @property
@@ -90,20 +109,51 @@ class Front:
         """Name of the model for clients."""
         return self.config.model_name
 
-    def check_model(self, name: str | None) -> None:
-        """Refuse the name of a model that this server does not serve.
+    @property
+    def all(self) -> "tuple[Front, ...]":
+        """The fronts of all models of the server, this one's among them, the first model first."""
+        return tuple(dict.fromkeys(self._by_name.values()))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of models that clients may ask for."""
+        return tuple(self._by_name)
+
+    def of(self, name: str | None) -> "Front":
+        """Return the front of the model with a name. A request without a name gets this front.
+
+        Without a class and a length, "auto" is the first whole model.
 
         Raises:
-            ApiError: 404.
+            ApiError: 404, no model of this server has the name.
         """
-        if name is not None and name not in self.config.model_names:
-            names = ", ".join(map(repr, self.config.model_names))
+        if name is None:
+            return self
+        if name == AUTO and self.config.auto:
+            return next(front for front in self.all if front.is_whole)
+        if (found := self._by_name.get(name)) is None:
+            names = ", ".join(map(repr, self._by_name))
             raise ApiError(
                 404,
                 f"model {name!r:.200} is not served here; use {names}",
                 param="model",
                 code="model_not_found",
             )
+        return found
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the model has all its layers."""
+        info = self.engine.client.info
+        return bool(info.shape.num_layers == info.whole_layers)
+
+    def headers(self) -> dict[str, str]:
+        """Return the header that names the model of an answer, if the server has several.
+
+        Characters that a header cannot hold are percent-encoded.
+        """
+        name = quote(self.model_name, safe="/:@=+.,-_~ ")
+        return {"x-qllm-models": name} if len(self.all) > 1 else {}
 
     def rule_of(self, caller: str) -> Rule:
         """Return the class and the limits of a caller's requests."""

@@ -317,6 +317,8 @@ function showDown(message) {
 }
 
 async function watch() {
+  const model = new URLSearchParams(location.search).get("model"); // by default the first model
+  const ofModel = model === null ? "" : `&model=${encodeURIComponent(model)}`;
   let since = 0;
   for (;;) {
     let againMs = 1000;
@@ -325,7 +327,7 @@ async function watch() {
     const leave = () => { if (document.hidden) stop.abort(); }; // a hidden page makes no requests
     document.addEventListener("visibilitychange", leave);
     try {
-      const answer = await call(`/ui/events?since=${since}`, { signal: stop.signal });
+      const answer = await call(`/ui/events?since=${since}${ofModel}`, { signal: stop.signal });
       for await (const { id, data } of events(answer)) {
         since = id || since;
         take(data);
