@@ -55,8 +55,8 @@ def _machine(
 
     if (costs is None) == (preset is None):
         raise ConfigError(
-            "give --costs FILE (from `qllm calibrate`) or --preset h100, h200, gh200 or cpu, and not "
-            "both"
+            "give --costs FILE (from `qllm calibrate`) or --preset h100, h200, gh200 or cpu, and "
+            "not both"
         )
     if preset is not None:
         expert_weights = engine_config(engine_settings(settings)).expert_weights
