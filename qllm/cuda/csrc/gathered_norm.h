@@ -171,7 +171,8 @@ QLLM_BOTH bool gathered_norm(const Net& net, const GatheredNorm& a, i64 rank, co
       }
       net.store(a.normed + 2 * (first + c), packed(x));
     }
-    block.wait();
+    // No wait: in the next row a thread writes the columns that it alone has read here, and all
+    // threads wait before `chains` are written.
   }
   return meet(net, a, rank, block);
 }
