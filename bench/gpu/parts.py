@@ -21,6 +21,7 @@ import torch
 from bench.energy import nvml_joules
 from bench.gpu.check import ROOT
 from bench.gpu.exact import exact
+from bench.gpu.gathered import sections as gathered
 from bench.gpu.kernels import ceilings, kernel_rows
 from bench.gpu.part import Part
 from qllm import QLLMEngine, SamplingParams
@@ -396,6 +397,12 @@ def kernels(part: Part) -> None:
         part.section(name, row)
 
 
+def ranks(part: Part) -> None:
+    """Compare and measure the end of an op on ranks, all of which are on one device."""
+    for name, row in gathered(part.dry):
+        part.section(name, row)
+
+
 def probe(part: Part) -> None:
     """Measure the costs of turns and switches; skip it without a GPU."""
     if part.dry:
@@ -448,10 +455,16 @@ def sanitized(part: Part, tool: str, tests: str) -> dict[str, Any]:
     return {"tests": text.strip().splitlines()[-1]}
 
 
+PROGRAMS: dict[str, Callable[[Part], None]] = {
+    "exact": exact, "kernels": kernels, "probe": probe, "ranks": ranks, "sanitizer": sanitizer,
+}  # fmt: skip
+"""Parts without a big model."""
+
+
 def main() -> int:
     """Run one part."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("part", choices=("exact", "kernels", "probe", "sanitizer", *SHAPES))
+    parser.add_argument("part", choices=(*PROGRAMS, *SHAPES))
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--skip", default="", help="sections, with commas between")
     parser.add_argument("--layers", type=int, help="of the big models at most")
@@ -459,14 +472,8 @@ def main() -> int:
     part = Part(asked.dry_run, asked.skip.split(","), asked.layers)
     if part.dry:
         torch.set_num_threads(1)
-    if asked.part == "exact":
-        exact(part)
-    elif asked.part == "kernels":
-        kernels(part)
-    elif asked.part == "probe":
-        probe(part)
-    elif asked.part == "sanitizer":
-        sanitizer(part)
+    if asked.part in PROGRAMS:
+        PROGRAMS[asked.part](part)
     else:
         big(part, asked.part)
     return int(part.failed)

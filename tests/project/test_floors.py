@@ -202,6 +202,7 @@ OWN_BENCHES = {
     "gpu.kernels": "models.weights",  # rows of experts that are rounded
     "gpu.prepare": "cuda.backend cuda.lanes device.cubins models.discover "
     "models.weights runner.runner",
+    "gpu.gathered": "cuda.gathered_norm",  # no engine launches the kernel
     "gpu.loop": "cuda.backend device runner.runner",  # its own front end before the device
     "kernels.delta_net": "models.discover runner",
     "kernels.perplexity": "models runner",

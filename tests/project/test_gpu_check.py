@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 from bench.gpu import check as gpu_check
-from bench.gpu import exact, parts
+from bench.gpu import exact, gathered, parts
 from bench.gpu.part import Part
 from qllm.errors import DeviceError
 from tests.support import families
@@ -300,6 +301,27 @@ def test_the_native_scheduler_is_built_with_the_flags_of_the_check(
     assert gpu_check.Build().wait() == "there already"
 
 
+def test_the_ranks_of_the_check_are_compared() -> None:
+    """A wrong kernel, and one rank that is late, are errors of their sections."""
+
+    class Wrong:
+        def run(self, buffers: gathered.Buffers) -> None:
+            for rank in range(buffers.ranks):
+                buffers.memory[rank].zero_()
+
+    class Late:
+        def run(self, buffers: gathered.Buffers) -> None:
+            build.run(buffers)
+            buffers.memory[1, buffers.arguments.late] = 1
+
+    with TemporaryDirectory() as folder:
+        build = gathered.HostBuild(Path(folder))
+        assert gathered.compared(build, "cpu", 2, 2, 4) == {"cases": 2}
+        for wrong, said in ((Wrong(), "0 ranks were late"), (Late(), "1 ranks were late")):
+            with pytest.raises(AssertionError, match=said):
+                gathered.compared(wrong, "cpu", 2, 2, 4)
+
+
 @pytest.mark.slow  # imports without pydantic: test_launches_are_compiled_and_not_run_...
 def test_results_are_there_without_pydantic(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -436,6 +458,7 @@ def test_a_dry_run_walks_every_part(tmp_path: Path) -> None:
     assert found["exact"] == {"tokens_mixtral"}
     assert found["qwen3"] == BIG | PEERS
     assert found["mixtral"] == BIG | LOADS
+    assert found["ranks"] == {"virtual_2", "virtual_4", "virtual_8"}
     assert {"ceilings", "attention_1x1", "experts_qwen3_1", "sample_top_p_0.9_1"} <= found[
         "kernels"
     ]
