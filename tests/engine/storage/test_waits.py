@@ -17,7 +17,7 @@ from qllm.errors import ModelError, PolicyError
 from qllm.plan import Plan
 from qllm.policy import View, next_row
 from qllm.record import trace
-from qllm.runner.displacing import LS_STAYS_NS
+from qllm.runner.displacing import LS_STAYS_NS, Use
 from qllm.sim.check import _StallWatch
 from qllm.sim.world import LIMITS
 from qllm.types import NS_PER_MS, NS_PER_S, Cap, FinishReason
@@ -222,6 +222,8 @@ def test_a_class_that_changes_changes_the_order_of_reads(make: Make) -> None:
         world.stop_at_wait()
     world.scheduler.update(last, LS, None, world.clock.at_ns)
     world.step()
+    tickets = sorted(world.waits._tickets.values(), key=lambda ticket: ticket.rank)
+    assert [ticket.use for ticket in tickets] == [Use.LS, Use.PASSING, Use.PASSING]
     world.let(0, 1)
     world.settle()
     assert sorted(world.begun[2:]) == [4, 5]
