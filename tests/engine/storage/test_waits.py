@@ -649,3 +649,17 @@ def test_uses_are_counted_by_class(make: Make) -> None:
     stats = world.waits.stats()
     assert (stats["LS"]["uses"], stats["BE"]["uses"]) == (3 * TOP_K, 2 * TOP_K)
     assert (stats["LS"]["loads"], stats["BE"]["loads"]) == (TOP_K, TOP_K)
+
+
+def test_the_first_be_displaces_experts_of_ls_if_its_range_needs_more(make: Make) -> None:
+    world = make(Qllm2(), 16, experts_of=lambda i: range(8) if i < 2 else range(8, 20))
+    world.is_open = True
+    for _ in range(2):
+        world.submit(LS, 20, 1)
+        world.run_open()
+    assert world.residency.displacing.num_ls == 8
+    last = world.submit(BE, 1, 2)
+    world.runner.ranges.add(last)
+    wait_for(lambda: world.step() is None or last in world.finished, 30)
+    assert world.finished[last] is FinishReason.LENGTH
+    assert world.waits.stats()["BE"]["loads"] == 12
