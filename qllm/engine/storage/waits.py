@@ -163,7 +163,7 @@ class ExpertWaits:
                 scheduler.end_wait(parked)
                 self._void(self._tickets.pop(frame_id))
             else:
-                ticket.rank = self._rank(parked)
+                ticket.rank, ticket.use = self._rank(parked), self._use(parked.program)
                 if ticket.is_waiting:
                     scheduler.count_wait(parked, now_ns, is_own=ticket.has_slots)
 

@@ -17,7 +17,7 @@ from qllm.errors import ModelError, PolicyError
 from qllm.plan import Plan
 from qllm.policy import View, next_row
 from qllm.record import trace
-from qllm.runner.displacing import LS_STAYS_NS
+from qllm.runner.displacing import LS_STAYS_NS, Use
 from qllm.sim.check import _StallWatch
 from qllm.sim.world import LIMITS
 from qllm.types import NS_PER_MS, NS_PER_S, Cap, FinishReason
@@ -222,6 +222,8 @@ def test_a_class_that_changes_changes_the_order_of_reads(make: Make) -> None:
         world.stop_at_wait()
     world.scheduler.update(last, LS, None, world.clock.at_ns)
     world.step()
+    tickets = sorted(world.waits._tickets.values(), key=lambda ticket: ticket.rank)
+    assert [ticket.use for ticket in tickets] == [Use.LS, Use.PASSING, Use.PASSING]
     world.let(0, 1)
     world.settle()
     assert sorted(world.begun[2:]) == [4, 5]
@@ -647,3 +649,17 @@ def test_uses_are_counted_by_class(make: Make) -> None:
     stats = world.waits.stats()
     assert (stats["LS"]["uses"], stats["BE"]["uses"]) == (3 * TOP_K, 2 * TOP_K)
     assert (stats["LS"]["loads"], stats["BE"]["loads"]) == (TOP_K, TOP_K)
+
+
+def test_the_first_be_displaces_experts_of_ls_if_its_range_needs_more(make: Make) -> None:
+    world = make(Qllm2(), 16, experts_of=lambda i: range(8) if i < 2 else range(8, 20))
+    world.is_open = True
+    for _ in range(2):
+        world.submit(LS, 20, 1)
+        world.run_open()
+    assert world.residency.displacing.num_ls == 8
+    last = world.submit(BE, 1, 2)
+    world.runner.ranges.add(last)
+    wait_for(lambda: world.step() is None or last in world.finished, 30)
+    assert world.finished[last] is FinishReason.LENGTH
+    assert world.waits.stats()["BE"]["loads"] == 12
