@@ -113,7 +113,7 @@ class ExpertsInFile(ExpertsApart):
 
     def _leave(self, module: nn.Module, number: int) -> str:
         leave_in_file(module, InFile(self.file, number, self._max_bytes))
-        return f"{_kind_of(self.file.layers[number])} in a file"
+        return f"{kind_of(self.file.layers[number])} in a file"
 
     # -- the file
 
@@ -378,7 +378,7 @@ def _spelled(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _kind_of(layer: ExpertLayer) -> str:
+def kind_of(layer: ExpertLayer) -> str:
     """Return the format of a layer as text: "bf16", "int8" or "u4 g64"."""
     if layer.group is not None:
         return "int8" if layer.group == 0 else f"int8-g{layer.group}"

@@ -101,7 +101,7 @@ def test_alerts_ask_for_metrics_that_exist(served: Serving) -> None:
 
 
 def test_experts_of_a_file_are_counted_by_class() -> None:
-    """Of two engines in turn; an engine with all experts in memory has no file."""
+    """Two engines in turn add up. An engine with all experts in memory has no file."""
     metrics = Metrics("m")
     zero = {"loads": 0, "bytes": 0, "waits_ms": 0}
 
