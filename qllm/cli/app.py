@@ -161,6 +161,18 @@ Ranks = Annotated[
         help="Processes that share the model's weights and compute each step together.",
     ),
 ]
+ExpertBytes = Annotated[
+    str | None,
+    typer.Option(
+        "--max-expert-bytes",
+        metavar="BYTES",
+        help="Most bytes of experts in memory, like 8GiB, for a model that is larger than memory.",
+    ),
+]
+ExpertDir = Annotated[
+    str | None,
+    typer.Option("--expert-dir", metavar="FOLDER", help="Folder for the file of all experts."),
+]
 Depth = Annotated[
     str | None,
     typer.Option(

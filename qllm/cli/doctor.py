@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qllm.cli.app import Depth, Memory, app, clean, print_table, quiet, split_settings
+from qllm.cli.app import (
+    Depth,
+    ExpertBytes,
+    ExpertDir,
+    Memory,
+    app,
+    clean,
+    print_table,
+    quiet,
+    split_settings,
+)
+from qllm.cli.fits import before_load
 from qllm.types import NS_PER_MS
 
 if TYPE_CHECKING:
@@ -48,6 +59,8 @@ def doctor(
     ] = "tiny",
     depth: Depth = None,
     memory: Memory = None,
+    max_expert_bytes: ExpertBytes = None,
+    expert_dir: ExpertDir = None,
     setting: Annotated[
         list[str] | None,
         typer.Option(
@@ -59,7 +72,9 @@ def doctor(
     """Report what is installed, which kernels compute, and what is missing and why.
 
     The last rows are those of a model that is loaded with the settings. The small model of this
-    package is loaded by default.
+    package is loaded by default. With --memory or --expert-dir, rows before them say how many of
+    its experts fit; this loads no experts. A model that does not fit is not loaded. An --expert-dir
+    alone measures its disk with a file of at most 256 MiB, which is removed.
     """
     quiet()
     if fingerprints is not None:
@@ -74,7 +89,16 @@ def doctor(
     from qllm.plugins import load_policy, spelled_for
     from qllm.server.tools.choose import formats
 
-    of_engine, of_policy = split_settings(setting, memory=memory, depth=depth)
+    of_engine, of_policy = split_settings(
+        setting,
+        memory=memory,
+        depth=depth,
+        max_expert_bytes=max_expert_bytes,
+        expert_dir=expert_dir,
+    )
+    folder = of_engine.get("expert_dir")
+    if "max_expert_bytes" not in of_engine:
+        of_engine.pop("expert_dir", None)
     given = spelled(of_engine)
     config = engine_config(given)
     policy = load_policy(DEFAULT_POLICY, spelled_for(DEFAULT_POLICY, of_policy))
@@ -105,8 +129,12 @@ def doctor(
     ]
     if missing is not None:
         rows.append(("why torch", missing))
+    told: list[tuple[str, str]] = []
+    is_loaded = True
+    if config.tp == 1 and (folder is not None or config.memory is not None):
+        told, is_loaded = before_load(model, config, folder, trust_remote_code=trust_remote_code)
     sizes = {name: value for name, value in given.items() if name in OF_SIZES}
-    rows += _served(model, trust_remote_code, sizes)
+    rows += told + (_served(model, trust_remote_code, sizes) if is_loaded else [])
     print_table(("what", "found"), rows)
 
 
@@ -191,7 +219,7 @@ def _served(model: str, trust_remote_code: bool, sizes: dict[str, Any]) -> list[
             more.append(("its ranks", f"{len(stats['ranks'])}, with {each} bytes of weights"))
         if experts:
             held = f"room for {experts['slots']:,} of {experts['experts']:,} experts in memory"
-            more.append(("its experts", held))
+            more.append(("its slots", held))
         states = engine.client.info.shape.state_tokens
         requests = engine.config.pool_tokens // (REQUEST_TOKENS + states)
         cut = "" if depth == whole else "; answers differ from those of the whole model"

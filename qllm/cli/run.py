@@ -11,6 +11,8 @@ from qllm.cli.app import (
     INTERRUPTED,
     Depth,
     Device,
+    ExpertBytes,
+    ExpertDir,
     Memory,
     Ranks,
     Threads,
@@ -58,13 +60,22 @@ def run(
     memory: Memory = None,
     tp: Ranks = None,
     depth: Depth = None,
+    max_expert_bytes: ExpertBytes = None,
+    expert_dir: ExpertDir = None,
     setting: Annotated[
         list[str] | None,
         typer.Option("--set", help="NAME=VALUE: of the engine, or policy.NAME of the policy."),
     ] = None,
 ) -> None:
     """Answer one prompt, or chat: Ctrl-C stops an answer, Ctrl-D leaves."""
-    settings, of_policy = split_settings(setting, memory=memory, tp=tp, depth=depth)
+    settings, of_policy = split_settings(
+        setting,
+        memory=memory,
+        tp=tp,
+        depth=depth,
+        max_expert_bytes=max_expert_bytes,
+        expert_dir=expert_dir,
+    )
     sampling = _sampling(temperature, seed)
     quiet()
     from qllm.config import spelled

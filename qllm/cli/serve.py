@@ -11,6 +11,8 @@ from qllm.cli.app import (
     FAILED,
     Depth,
     Device,
+    ExpertBytes,
+    ExpertDir,
     Memory,
     Ranks,
     app,
@@ -82,6 +84,8 @@ def serve(
     memory: Memory = None,
     tp: Ranks = None,
     depth: Depth = None,
+    max_expert_bytes: ExpertBytes = None,
+    expert_dir: ExpertDir = None,
     state_dir: Annotated[
         str | None,
         typer.Option(help="Folder of batches and kept responses; without one there are none."),
@@ -127,7 +131,12 @@ def serve(
     if of_ray and not ray:
         raise ConfigError(f"{of_ray[0]} is a setting of Ray; give --ray too")
     engine_settings, policy_settings = split_settings(
-        (text for text in setting or () if text not in of_ray), memory=memory, tp=tp, depth=depth
+        (text for text in setting or () if text not in of_ray),
+        memory=memory,
+        tp=tp,
+        depth=depth,
+        max_expert_bytes=max_expert_bytes,
+        expert_dir=expert_dir,
     )
     named = {
         "model": model,

@@ -32,6 +32,7 @@ from qllm.engine.neighbours import Neighbours
 from qllm.engine.protocol import Sink
 from qllm.engine.sizes import SIZES
 from qllm.engine.storage.build import KeptPages
+from qllm.engine.storage.expert_stats import expert_stats
 from qllm.engine.storage.identity import weights_digest
 from qllm.engine.storage.own_threads import set_own_torch_threads
 from qllm.engine.storage.pages import why_not
@@ -476,7 +477,7 @@ class EngineCore(LoadedRunner):
             self.runner.close()  # give the caller the model back as it was
             self.claim.close()
             raise
-        self._watch = Watch(self.loop, config, self.runner)
+        self._watch = Watch(self.loop, config, self.runner, self.waits)
 
     def _draft_model(self, now_ns: Callable[[], int]) -> DraftModel | None:
         """Return the draft model with this engine's stop and requests; None without one."""
@@ -551,7 +552,7 @@ class EngineCore(LoadedRunner):
             },
             "drafts": self._draft_stats(),
             "handover": {} if self.handover is None else self.handover.stats(),
-            "experts": {} if self.waits is None else self.waits.stats(),
+            "experts": expert_stats(self.runner.residency, self.waits),
         }
 
     def watch(self, since: int, whole: bool) -> dict[str, Any]:

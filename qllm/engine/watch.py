@@ -6,8 +6,9 @@ thread that polls. A poll renews a lease. When the lease ends, the loop stops ap
 A poll (`QLLMEngine.watch(since, whole)`) returns `entries` of the timeline (`qllm.record.timeline`)
 after number `since`. It also returns `seq` (the `since` of the next poll), `now_ms` of the engine's
 clock, `parked` and `running` programs, and counts of tokens, KV blocks, preemptions and drafts.
-`whole` adds the open requests: `counts` per track and status, and the first 200. A poll returns no
-text and no token ids. With `loop="conditional"` nothing is recorded and the answer is empty.
+`whole` adds `experts`, as in the statistics, and the open requests: `counts` per track and status,
+and the first 200. A poll returns no text and no token ids. With `loop="conditional"` nothing is
+recorded and the answer is empty.
 """
 
 import threading
@@ -17,6 +18,8 @@ from typing import Any
 
 from qllm.config import EngineConfig
 from qllm.engine.loop import EngineLoop, Live
+from qllm.engine.storage.expert_stats import expert_stats
+from qllm.engine.storage.waits import ExpertWaits
 from qllm.record.metrics import class_name
 from qllm.record.timeline import Timeline, track_of
 from qllm.record.trace import Event
@@ -34,8 +37,14 @@ MAX_LISTED = 200
 class Watch:
     """The events of one loop, for clients that poll."""
 
-    def __init__(self, loop: EngineLoop, config: EngineConfig, runner: TorchRunner) -> None:
-        self._loop, self._config, self._runner = loop, config, runner
+    def __init__(
+        self,
+        loop: EngineLoop,
+        config: EngineConfig,
+        runner: TorchRunner,
+        waits: ExpertWaits | None,
+    ) -> None:
+        self._loop, self._config, self._runner, self._waits = loop, config, runner, waits
         self._lock = threading.Lock()
         """Lock that the polling thread holds."""
         self._changing = threading.Lock()
@@ -140,6 +149,7 @@ class Watch:
         live.sort(key=lambda x: (x.request.priority, x.request.arrival_ns))
         return {
             "expert_bytes": self._runner.expert_bytes,
+            "experts": expert_stats(self._runner.residency, self._waits),
             "counts": [[*key, count] for key, count in counts.items()],
             "requests": [_row(x, now_ns) for x in live[:MAX_LISTED]],
         }

@@ -10,7 +10,7 @@ COUNTS = {
     "num_preemptions", "num_spared", "expert_bytes", "queried_tokens", "hit_tokens",
     "shared_tokens", "evicted_pages", "refused_pages", "out_tokens", "in_tokens", "stored_bytes",
     "loaded_bytes", "damaged_pages", "late_requests", "quicker_requests", "revisions",
-    "lost_tokens", "restarts", "ls_s", "be_s", "floor_s",
+    "lost_tokens", "restarts", "ls_s", "be_s", "floor_s", "loads", "bytes", "waits_ms",
 }  # fmt: skip
 """Names of numbers that never decrease while an engine lives."""
 MOST = {"longest_segment_ms", "max_segment_ms", "longest_plan_ms", "LS", "BE", "min_be_share"}

@@ -50,6 +50,8 @@ class Residency:
         """Time of the last use of an expert: a number of ranges of work units."""
         self.num_reads = 0
         """Number of experts that were read into slots."""
+        self.num_blocking = self.blocking_bytes = 0
+        """Number and bytes of those experts that the runner itself read while others waited."""
         self.table = np.zeros((self.num_experts, 2), dtype=np.int64)
         """`Slot` of kernels.h of each expert, layer by layer: address, and time of the last use."""
         self.parks = False
@@ -70,8 +72,9 @@ class Residency:
     def enter(self) -> None:
         """Allocate the slots. Idempotent."""
         if self._memory is None:
-            num = self.num_slots * self._slot_bytes
-            self._memory = cpu.huge_empty(num // 2).view(torch.uint8).view(-1, self._slot_bytes)
+            self._memory = (
+                cpu.huge_empty(self.num_bytes // 2).view(torch.uint8).view(-1, self._slot_bytes)
+            )
 
     def leave(self) -> None:
         """Free the slots. Idempotent."""
@@ -79,6 +82,16 @@ class Residency:
         self.table[:] = 0
         self._slot_of[:] = self._owner[:] = self._coming[:] = NONE
         self._pins[:] = 0
+
+    @property
+    def file(self) -> ExpertFile:
+        """Experts of all layers."""
+        return self._file
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slots."""
+        return self.num_slots * self._slot_bytes
 
     def name_of(self, layer: int) -> str:
         """Return the path of a layer's module of experts."""
@@ -200,6 +213,8 @@ class Residency:
         memory = self._empty(layer, slot)
         self.read(layer, expert, memory.numpy().data)
         self._own(number, slot, memory.data_ptr())
+        self.num_blocking += 1
+        self.blocking_bytes += memory.numel()
 
     def _empty(self, layer: int, slot: int) -> Tensor:
         """Empty a slot, and return its memory for an expert of a layer."""

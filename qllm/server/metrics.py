@@ -229,6 +229,32 @@ class Metrics:
             "key_generation_tokens", "Tokens of answers per API key", "key", "class"
         )
 
+    def _make_experts(self) -> None:
+        """Make the metrics of experts that are in a file."""
+        self._experts = {
+            name: self._counter(f"expert_{name}", text, "class")
+            for name, text in (
+                ("loads", "Experts read from the file for passes of a class (max_expert_bytes)"),
+                ("loaded_bytes", "Bytes of them"),
+                ("wait_seconds", "Time in which passes waited for them"),
+            )
+        }
+        self._experts_before = {(name, p.name): 0.0 for name in self._experts for p in Priority}
+        self._blocking = {
+            name: self._counter(f"expert_blocking_{name}", text)
+            for name, text in (
+                ("loads", "Experts that the engine read while all passes waited"),
+                ("bytes", "Bytes of them"),
+            )
+        }
+        self._blocking_before: dict[str, float] = dict.fromkeys(self._blocking, 0)
+        self._resident = self._gauge(
+            "experts_resident_perc", "Part of the experts in memory, 0 to 1"
+        )
+        self._frames_wait = self._gauge(
+            "num_frames_waiting_for_experts", "Passes that wait for experts of the file"
+        )
+
     def _make_time(self) -> None:
         """Make the metrics of the engine's time per class, and of BE's minimum share."""
         self._time = {
@@ -243,7 +269,8 @@ class Metrics:
         self._min_be_share = self._gauge("min_be_share", "Least part of the time of BE, 0 to 1")
 
     def _make_kept(self) -> None:
-        """Make the metrics of cached and swapped KV."""
+        """Make the metrics of what comes and goes: experts, cached and swapped KV."""
+        self._make_experts()
         self._prefix = {
             name: self._counter(f"prefix_cache_{name}", text)
             for name, text in (
@@ -397,6 +424,7 @@ class Metrics:
         for name, gauge in self._sizes.items():
             gauge.labels(self._model).set(stats.get("memory", {}).get(name, 0))
         self._observe_swap(stats.get("swap", {}))
+        self._observe_experts(stats.get("experts", {}))
         self._count_up(self._time, self._time_before, stats.get("time", {}))
         self._min_be_share.labels(self._model).set(stats.get("time", {}).get("min_be_share", 0))
         self._state_bytes.labels(self._model).set(stats.get("states", {}).get("held_bytes", 0))
@@ -425,6 +453,21 @@ class Metrics:
         self._count_up(self._file, self._file_before, file)
         self._file_kept.labels(self._model).set(file.get("kept_bytes", 0))
         self._file_up.labels(self._model).set(file["off"] is None)
+
+    def _observe_experts(self, stats: Mapping[str, Any]) -> None:
+        """Update the metrics of experts; {} is an engine with all experts in memory."""
+        part = stats["resident"] / stats["experts"] if stats.get("experts") else 1
+        self._resident.labels(self._model).set(part)
+        self._frames_wait.labels(self._model).set(stats.get("waiting", 0))
+        self._count_up(self._blocking, self._blocking_before, stats.get("blocking", {}))
+        with self._lock:
+            for p in Priority:
+                told = stats.get(p.name, {"loads": 0, "bytes": 0, "waits_ms": 0})
+                now = told["loads"], told["bytes"], told["waits_ms"] / 1e3
+                for (name, counter), value in zip(self._experts.items(), now, strict=True):
+                    before = self._experts_before[name, p.name]
+                    counter.labels(self._model, p.name).inc(new_since(before, value))
+                    self._experts_before[name, p.name] = value
 
     def _count_up(
         self, counters: Mapping[str, Counter], before: dict[str, Any], stats: Mapping[str, Any]

@@ -3,19 +3,25 @@
 import errno
 import os
 import random
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from qllm import QLLMEngine, SamplingParams
+from qllm.cli import app
 from qllm.config import EngineConfig
 from qllm.engine.storage.identity import weights_digest
 from qllm.errors import ConfigError, RequestFailedError
 from qllm.frontend.handle import Handle
 from qllm.kernels import cpu
 from qllm.models.loader import load
+from qllm.models.weights import experts_in_file
 from qllm.models.weights.quantised_linears import weight_bytes
+from qllm.server.config import ServerConfig
+from qllm.server.ops.banner import experts_line
 from qllm.sim.calibrate import calibrate
 from qllm.sim.presets import preset
 from qllm.sim.run import SimulatedEngine
@@ -141,6 +147,10 @@ def test_settings_put_experts_into_a_folder(tmp_path: Path) -> None:
             stats = engine.stats()["experts"]
             assert stats["slots"] == (9 if run_in == "thread" else 10)
             assert stats["LS"]["loads"] > 0
+            assert stats["slot_bytes"] == stats["slots"] * slot
+            assert (stats["file_bytes"], Path(stats["file"]).parent) == (total, experts)
+            assert engine.watch()["experts"].keys() == stats.keys()
+            assert experts_line(engine.stats()).startswith(f"room for {stats['slots']} of 16 in")
     names = [path.name for path in experts.iterdir() if path.suffix != ".lock"]
     assert len(names) == 1, "the second engine reads the file of the first"
     assert names[0].endswith(".experts")
@@ -163,11 +173,73 @@ def test_too_little_memory_is_refused_before_anything_is_written(tmp_path: Path)
     assert not (tmp_path / "experts").exists()
 
 
+def test_too_little_memory_to_pack_an_expert_is_refused_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
+    """Later loads, which find the file, need no more than the experts of one token."""
+    folder = saved(tmp_path / "model", "qwen3_moe")
+    slot, _ = sizes_of(folder)
+    least = {"max_expert_bytes": 4 * slot}
+    wanted = r"no room for an expert, which takes (\d+) bytes while it is packed"
+    with pytest.raises(ConfigError, match=wanted) as caught:
+        from_folder(folder, tmp_path / "experts", **least)
+    assert not (tmp_path / "experts").exists()
+    enough = int(re.search(wanted, str(caught.value))[1])  # type: ignore[index]
+    from_folder(folder, tmp_path / "experts", max_expert_bytes=enough).close()
+    with from_folder(folder, tmp_path / "experts", **least) as engine:
+        assert engine.stats()["experts"]["slots"] == 4
+
+
+def test_a_cut_model_has_a_file_of_its_own_in_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experts_in_file, "SCRATCH_BYTES", 0)  # five experts are enough to pack one
+    folder, experts = saved(tmp_path / "model", "qwen3_moe"), tmp_path / "experts"
+    slot, total = sizes_of(folder)
+    for depth, num_layers in ((None, 2), (2, 1), (3, 2), (None, 2)):  # the first layer is dense
+        with from_folder(folder, experts, max_expert_bytes=5 * slot, depth=depth) as engine:
+            assert engine.stats()["experts"]["file_bytes"] * 2 == total * num_layers
+    assert len(list(experts.glob("*.experts"))) == 2, "all three layers are the whole model"
+
+
+def test_experts_that_block_are_counted(tmp_path: Path) -> None:
+    """A policy of whole steps knows no parked frames, so the engine itself reads experts."""
+    folder = saved(tmp_path / "model", "qwen3_moe")
+    slot, _ = sizes_of(folder)
+    with from_folder(
+        folder, tmp_path / "experts", max_expert_bytes=9 * slot, policy="mlfq"
+    ) as engine:
+        engine.submit(prompt_of(9, 1), "LS", 3, sampling=GREEDY).result(300)
+        stats = engine.stats()["experts"]
+        assert stats["blocking"]["loads"] > 0
+        assert stats["blocking"]["bytes"] == slot * stats["blocking"]["loads"]
+        assert stats["resident"] == stats["slots"] == 9
+        assert "LS" not in stats
+
+
+def test_qllm_serve_and_run_take_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[ServerConfig] = []
+    monkeypatch.setattr("qllm.server.serve.serve", served.append)
+    flags = ["--max-expert-bytes", "4MiB", "--expert-dir", str(tmp_path / "x")]
+    done = CliRunner().invoke(app, ["serve", "tiny", *flags])
+    assert done.exit_code == 0, done.output
+    assert served[0].engine == {"max_expert_bytes": 4 << 20, "expert_dir": str(tmp_path / "x")}
+    more = ["--raw", "--max-tokens", "4", "--temperature", "0", "--set", "conformance=false"]
+    said = [
+        CliRunner().invoke(app, ["run", "tiny", "To be", *more, *given]).stdout
+        for given in (flags, ())
+    ]
+    assert said[0] == said[1] != ""
+    assert len(list((tmp_path / "x").glob("*.experts"))) == 1
+
+
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     folder = saved(tmp_path / "model", "qwen3_moe")
     slot, _ = sizes_of(folder)
     (tmp_path / "file").write_text("")
-    wanted = r"the file of experts '.*\.experts' cannot be used .* in a folder that exists"
+    wanted = r"the file of experts '.*\.experts' cannot be used .* may be written as expert_dir"
     with pytest.raises(ConfigError, match=wanted):
         from_folder(folder, tmp_path / "file" / "inside", max_expert_bytes=9 * slot)
 

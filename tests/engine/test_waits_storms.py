@@ -11,10 +11,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from qllm import QLLMEngine, SamplingParams
 from qllm.errors import RequestFailedError
@@ -23,9 +26,11 @@ from qllm.kernels import cpu
 from qllm.models.loader import load
 from qllm.models.weights.expert_file import ExpertFile
 from qllm.record import trace
+from qllm.types import RequestStatus
 from tests.support.experts_in_file import loaded, saved
 from tests.support.inside import loop_of, runner_of
 from tests.support.storms import Chaos, Storm, fine, prompt_of, same
+from tests.support.sweeps import kv_of
 from tests.support.waiting import wait_for
 
 assert cpu.MISSING is None, cpu.MISSING
@@ -168,6 +173,77 @@ def test_a_checkpoint_of_waiting_frames_goes_on_elsewhere(tmp_path: Path, num_fi
         found = {h.request_id: h.result(60).token_ids for h in other.restore(path)}
     assert found.items() <= wanted.items()
     assert found
+
+
+def written_kv(engine: QLLMEngine, handle: Handle, *, is_whole: bool = False) -> dict[str, Tensor]:
+    """Return the KV of a request in the layers that its frame has left behind, or in all."""
+
+    def look() -> dict[str, Tensor]:
+        runner, scheduler = runner_of(engine), loop_of(engine).scheduler
+        frames = [f for f in scheduler.frames.values() if handle.number in f.program.request_ids]
+        layers = [frame.program.layer_at(frame.index) for frame in frames]
+        num = runner.shape.num_layers
+        kv = kv_of(runner, handle.number, num if is_whole else min(layers, default=num))
+        return {name: tensor.clone() for name, tensor in kv.items()}
+
+    found: dict[str, Tensor] = engine.call(look)
+    return found
+
+
+def assert_begins_with(found: dict[str, Tensor], begin: dict[str, Tensor]) -> None:
+    """Compare the tokens that both have."""
+    for name, tensor in begin.items():
+        num = min(tensor.shape[2], found[name].shape[2])
+        assert num >= PROMPT
+        assert torch.equal(found[name][:, :, :num], tensor[:, :, :num]), name
+
+
+PROMPT = 21
+
+
+def test_kv_of_a_frame_that_waits_has_its_bits_and_keeps_them(tmp_path: Path) -> None:
+    """Another request runs while the frame waits. The file of experts is read again and again."""
+    folder, real = saved(tmp_path, "mixtral"), ExpertFile.read
+    gate, is_shut = threading.Event(), threading.Event()
+    how: dict[str, Any] = {"request_id": "a", "sampling": GREEDY}
+    with resident(folder) as one:
+        top_k = runner_of(one).shape.experts_per_token
+        tokens = one.submit(prompt_of(PROMPT, 1), "BE", 30, **how).result(60).token_ids
+        handle = one.submit(prompt_of(PROMPT, 1), "BE", 60, **how)
+        assert len(list(islice(handle, 34))) == 34
+        handle.pause()
+        wait_for(lambda: handle.status is RequestStatus.PAUSED)
+        wanted = written_kv(one, handle, is_whole=True)  # further than the others will come
+
+    def read(file: ExpertFile, layer: int, expert: int, into: memoryview) -> None:
+        if is_shut.is_set():
+            assert gate.wait(60)
+        real(file, layer, expert, into)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ExpertFile, "read", read)
+        with in_slots(folder, top_k) as engine:
+            num_waits = 0
+            handle = engine.submit(prompt_of(PROMPT, 1), "BE", 30, **how)
+            pieces = iter(handle)
+            next(pieces)
+            for _ in range(12):
+                gate.clear()
+                is_shut.set()
+                wait_for(lambda: engine.stats()["experts"]["waiting"] > 0 or handle.finish_reason)
+                if handle.finish_reason is not None:
+                    break
+                before = written_kv(engine, handle)
+                assert_begins_with(wanted, before)
+                num_waits += bool(before)
+                other = engine.submit(prompt_of(9, 2), "LS", 2, sampling=GREEDY)
+                is_shut.clear()
+                gate.set()
+                other.result(60)
+                if handle.finish_reason is None:
+                    assert_begins_with(written_kv(engine, handle, is_whole=True), before)
+            assert num_waits >= 2
+            assert handle.result(60).token_ids == tokens
 
 
 def test_a_file_that_is_cut_off_while_it_is_used_ends_requests_and_no_engine(

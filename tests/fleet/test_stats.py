@@ -1,6 +1,6 @@
 """Statistics of several engines merged into those of one."""
 
-from qllm.fleet.stats import merged
+from qllm.fleet.stats import FleetStats, merged
 
 
 def test_statistics_of_several_engines_are_added_up() -> None:
@@ -43,3 +43,18 @@ def test_an_engine_without_a_number_does_not_hide_that_of_another() -> None:
 def test_values_of_different_kinds_are_not_added() -> None:
     assert merged([{"cache": {"off": "fp32"}}, {"cache": 1}]) == {"cache": {"off": "fp32"}}
     assert merged([{"on": True}, {"on": True}]) == {"on": True}
+
+
+def test_experts_that_an_engine_read_stay_counted_when_it_has_ended() -> None:
+    counts = {"loads": 3, "bytes": 30, "waits_ms": 1.5}
+    experts = {"resident": 2, "experts": 8, "LS": counts, "blocking": {"loads": 1, "bytes": 5}}
+    stats = {"num_preemptions": 0, "preempt_latencies_ms": [], "experts": experts}
+    fleet = FleetStats()
+    fleet.merged({"a": stats, "b": stats})
+    fleet.gone("b")
+    assert fleet.merged({"a": stats})["experts"] == {
+        "resident": 2,
+        "experts": 8,
+        "LS": {"loads": 6, "bytes": 60, "waits_ms": 3.0},
+        "blocking": {"loads": 2, "bytes": 10},
+    }

@@ -161,6 +161,7 @@ GROUPS = {
         f"{BASE} engine ingress.inproc measure models runner scheduler",
         STDLIB | {"matplotlib", "torch"},
     ),
+    "measure.disk_rate measure.fit": Floor(f"{BASE} block_file engine models runner", STDLIB),
     "sim": Floor(
         f"{BASE} cores engine fleet.rebalance fleet.router fleet.routes ingress measure "
         "models plugins record runner.protocol scheduler workloads",

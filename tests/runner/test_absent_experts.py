@@ -20,7 +20,15 @@ from qllm.runner.runner import TorchRunner
 from qllm.runner.sweep import Amounts
 from qllm.scheduler.program import START, Index, OpKind, Program
 from qllm.types import Grain
-from tests.support.experts_in_file import draw_residents, in_slots, loaded, residency_of, saved
+from tests.support import published
+from tests.support.experts_in_file import (
+    draw_residents,
+    gguf_of,
+    in_slots,
+    loaded,
+    residency_of,
+    saved,
+)
 from tests.support.families import FAMILIES
 from tests.support.stops import (
     NUM_PROMPTS,
@@ -120,13 +128,28 @@ def test_settings_of_products_have_their_bits(
     assert ("on int8 rows" in kernel) == ("activations" in settings)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kernels", ["fast", "reference"])
-@pytest.mark.parametrize("form", ["awq", "mxfp4"])
-def test_a_quantised_checkpoint_has_its_bits(tmp_path: Path, kernels: str, form: str) -> None:
+@pytest.mark.parametrize("more", [0, 1, 5])
+@pytest.mark.parametrize("form", [*published.FORMATS, "mxfp4"])
+def test_a_quantised_checkpoint_has_its_bits(
+    tmp_path: Path, kernels: str, more: int, form: str
+) -> None:
     folder = made(tmp_path, "gpt_oss" if form == "mxfp4" else "qwen3_moe", form)
     expected = resident(folder, kernels=kernels)
-    found = in_slots(folder, expected.shape.experts_per_token, kernels=kernels)
-    assert_same_steps(expected, found, 7, random.Random(form))
+    found = in_slots(folder, expected.shape.experts_per_token + more, kernels=kernels)
+    assert_same_steps(expected, found, 7, random.Random(f"{form}{more}"))
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("more", [0, 1])
+@pytest.mark.parametrize("stacks", [True, False])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_1", "F32"])
+def test_a_gguf_file_has_its_bits(tmp_path: Path, kind: str, stacks: bool, more: int) -> None:
+    path = gguf_of(tmp_path, kind, stacks=stacks)
+    expected = resident(path)
+    found = in_slots(path, expected.shape.experts_per_token + more)
+    assert_same_steps(expected, found, 5, random.Random(f"{kind}{stacks}{more}"))
 
 
 @pytest.mark.parametrize("kernels", cpu.native.available())

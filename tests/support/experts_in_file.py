@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from qllm.models.loader import load
 from qllm.models.weights.expert_file import ExpertFile, room_for
@@ -15,7 +16,9 @@ from qllm.runner.cpu import cpu_runner
 from qllm.runner.residency import Residency
 from qllm.runner.runner import TorchRunner
 from tests.support.copies import copy_into
+from tests.support.dense import save
 from tests.support.families import make_model
+from tests.support.gguf_files import convert
 
 ROOM = 64 << 20
 """Bytes for the experts of a tiny model."""
@@ -30,6 +33,26 @@ def saved(place: Path, family: str = "mixtral") -> Path:
 
     copy_into(place, ("plain", family), make)
     return place
+
+
+def gguf_of(place: Path, kind: str, *, stacks: bool = True) -> Path:
+    """Save a tiny model of two layers with four experts each as a GGUF file.
+
+    Args:
+        place: Folder for the file.
+        kind: Format of its weights: "Q4_0", "Q8_0", "Q4_1" or "F32".
+        stacks: True stores the experts of a layer as one tensor.
+    """
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32}
+    config = AutoConfig.for_model(
+        "qwen3_moe", **sizes, vocab_size=260, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, num_experts=4, num_experts_per_tok=2,
+        norm_topk_prob=True, eos_token_id=1, bos_token_id=None, pad_token_id=None,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    )  # fmt: skip
+    torch.manual_seed(3)
+    folder = save(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), place / "m")
+    return convert(folder, place / "model.gguf", kind, stacks=stacks)
 
 
 def loaded(folder: Path, how: str = "auto", max_bytes: int = ROOM, **more: Any) -> Any:

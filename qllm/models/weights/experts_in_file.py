@@ -67,6 +67,11 @@ class ExpertsInFile(ExpertsApart):
     """
 
     where, advice = "in a file", "load without a file of experts"
+    cures = (
+        "give a file in a folder that exists and may be written",
+        "give a file on a disk with room",
+    )
+    """Cures of a folder that cannot be used, and of a disk that is full."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         super().__init__()
@@ -107,7 +112,7 @@ class ExpertsInFile(ExpertsApart):
 
     def _leave(self, module: nn.Module, number: int) -> str:
         leave_in_file(module, InFile(self.file, number, self._max_bytes))
-        return f"{_kind_of(self.file.layers[number])} in a file"
+        return f"{kind_of(self.file.layers[number])} in a file"
 
     # -- the file
 
@@ -170,8 +175,8 @@ class ExpertsInFile(ExpertsApart):
             disk = os.statvfs(self._path.parent)
             raise ConfigError(
                 f"the experts cannot be written to {str(self._path)!r} ({error.strerror}): they "
-                f"take {need} bytes, and {disk.f_bavail * disk.f_frsize} bytes are free; give a "
-                "file on a disk with room"
+                f"take {need} bytes, and {disk.f_bavail * disk.f_frsize} bytes are free; "
+                f"{self.cures[1]}"
             ) from error
 
     @contextmanager
@@ -181,8 +186,7 @@ class ExpertsInFile(ExpertsApart):
             yield
         except OSError as error:
             raise ConfigError(
-                f"the file of experts {str(self._path)!r} cannot be used ({error}); give a file in "
-                "a folder that exists and may be written"
+                f"the file of experts {str(self._path)!r} cannot be used ({error}); {self.cures[0]}"
             ) from error
 
 
@@ -194,26 +198,29 @@ class ExpertsInFolder(ExpertsInFile):
         max_bytes: Most bytes of experts in memory. If all experts fit, there is no file.
     """
 
+    advice = "leave max_expert_bytes and expert_dir out"
+    cures = "give a folder that may be written as expert_dir", "give an expert_dir with room"
+
     def __init__(self, folder: Path, max_bytes: int) -> None:
         super().__init__(folder, max_bytes)
         self._folder = folder
-
-    def identify(self, files: Sequence[Path], method: Method | None, expert_weights: str) -> None:
-        """See `ExpertsInFile.identify`. It decides the name of the file."""
-        super().identify(files, method, expert_weights)
-        text = json.dumps(self._says, sort_keys=True)
-        self._path = self._folder / f"{blake2b(text.encode(), digest_size=8).hexdigest()}.experts"
 
     def take(self, skeleton: PreTrainedModel, checkpoint: Checkpoint) -> Checkpoint:
         """See `ExpertsInFile.take`.
 
         Raises:
-            ConfigError: `max_bytes` has no room for the experts of one token. Nothing is written
-                then.
+            ConfigError: `max_bytes` has no room for the experts of one token, or for packing one
+                expert of a file that is not there yet. Nothing is written then.
         """
         config = skeleton.config.get_text_config(decoder=True)
         self._top_k = getattr(config, "num_experts_per_tok", None) or 1
         return super().take(skeleton, checkpoint)
+
+    def _prepare(self) -> bool:
+        """Name the file after all that decides its bytes: a cut model has fewer layers."""
+        text = json.dumps([self._says, [source.path for source in self._sources]], sort_keys=True)
+        self._path = self._folder / f"{blake2b(text.encode(), digest_size=8).hexdigest()}.experts"
+        return super()._prepare()
 
     def _all_fit(self) -> bool:
         layers = [plan.layer for plan in self._plans]
@@ -222,6 +229,8 @@ class ExpertsInFolder(ExpertsInFile):
             return True
         largest = max(layer.expert_bytes for layer in layers)
         refuse_too_few(self._max_bytes, largest, self._top_k, total)
+        if not self._path.exists():
+            self._num_readers(self._plans)
         with self._naming():
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return False
@@ -357,7 +366,7 @@ def _spelled(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _kind_of(layer: ExpertLayer) -> str:
+def kind_of(layer: ExpertLayer) -> str:
     """Return the format of a layer as text: "bf16", "int8" or "u4 g64"."""
     if layer.group is not None:
         return "int8" if layer.group == 0 else f"int8-g{layer.group}"

@@ -42,6 +42,7 @@ def banner(engine: QLLMEngine, config: ServerConfig, load_s: float) -> list[str]
         f"{f'off, because {no_prefix}' if no_prefix else kept}",
         f"memory   {memory_line(engine, stats)}",
         *([f"ranks    {ranks_line(stats)}"] * bool(stats.get("ranks"))),
+        *([f"experts  {experts_line(stats)}"] * bool(stats.get("experts"))),
         f"policy   {config.policy}, preempts at: {settings.preempt_at}, longest segment "
         f"{settings.max_segment_ms:g} ms; it stops {kernels.get('stops', 'between stages')}",
         *(
@@ -63,6 +64,16 @@ def ranks_line(stats: Mapping[str, Any]) -> str:
     """Return the number of ranks, and the bytes of weights and the process of each."""
     each = [f"{shown_bytes(r['weight_bytes'])} (pid {r['pid']})" for r in stats["ranks"]]
     return f"{len(each)} processes with weights of {', '.join(each)}"
+
+
+def experts_line(stats: Mapping[str, Any]) -> str:
+    """Return how many experts have room in memory, and the file of all."""
+    told = stats["experts"]
+    return (
+        f"room for {told['slots']:,} of {told['experts']:,} in memory "
+        f"({shown_bytes(told['slot_bytes'])}); all are in {told['file']} "
+        f"({shown_bytes(told['file_bytes'])})"
+    )
 
 
 def depth_line(engine: QLLMEngine) -> str:

@@ -459,6 +459,20 @@ def test_an_error_of_the_disk_ends_the_request_that_needs_the_expert(make: Make)
     assert not world.residency._pins.any()
 
 
+def test_an_error_of_the_disk_is_none_of_frames_that_wait_for_other_experts(make: Make) -> None:
+    world = make(num_slots=4)
+    world.wrong[1] = ModelError("expert 1 cannot be read")
+    bad = world.submit(BE, 20, 2)
+    world.stop_at_wait()
+    good = world.submit(BE, 20, 2)
+    world.stop_at_wait()
+    assert world.waiting == {bad, good}
+    world.run_open()
+    assert world.finished == {bad: FinishReason.ERROR, good: FinishReason.LENGTH}
+    retried = {i: m.retry_recomputed_tokens for i, m in world.metrics.items() if m is not None}
+    assert retried[good] == 0 < retried[bad]
+
+
 def test_three_failed_reads_in_a_row_are_a_failure_until_one_succeeds(make: Make) -> None:
     world = make(num_slots=2)
     error = OSError(errno.EIO, "Input/output error")

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from qllm.block_file import FileLock
 from qllm.errors import ConfigError
@@ -21,15 +20,14 @@ from qllm.models.weights.experts_in_file import ExpertsInFile
 from qllm.models.weights.quantised_linears import all_linears
 from qllm.models.weights.raw_file import RawFile
 from tests.support import published
-from tests.support.dense import save
 from tests.support.experts_in_file import (
     EXPERTS_IN_FILE,
     assert_file_is_bank,
+    gguf_of,
     loaded,
     saved,
 )
 from tests.support.families import FAMILIES, make_model
-from tests.support.gguf_files import convert
 from tests.support.streaming import STEM, change, made
 
 assert cpu.MISSING is None, cpu.MISSING
@@ -66,16 +64,7 @@ def test_a_file_of_a_quantised_checkpoint_has_the_bytes_of_its_bank(
 def test_a_file_of_a_gguf_file_has_the_bytes_of_its_bank(
     tmp_path: Path, kind: str, stacks: bool
 ) -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32}
-    config = AutoConfig.for_model(
-        "qwen3_moe", **sizes, vocab_size=260, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, num_experts=4, num_experts_per_tok=2,
-        norm_topk_prob=True, eos_token_id=1, bos_token_id=None, pad_token_id=None,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-    )  # fmt: skip
-    torch.manual_seed(3)
-    folder = save(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), tmp_path / "m")
-    path = convert(folder, tmp_path / "model.gguf", kind, stacks=stacks)
+    path = gguf_of(tmp_path, kind, stacks=stacks)
     _, file = loaded(path)
     assert_file_is_bank(file, path)
     assert bool(file.layers[0].formats[0]) == (kind != "F32")

@@ -100,6 +100,43 @@ def test_alerts_ask_for_metrics_that_exist(served: Serving) -> None:
                 assert label in known[name][0][0], (name, label)
 
 
+def test_experts_of_a_file_are_counted_by_class() -> None:
+    """Two engines in turn add up. An engine with all experts in memory has no file."""
+    metrics = Metrics("m")
+    zero = {"loads": 0, "bytes": 0, "waits_ms": 0}
+
+    def look(experts: dict[str, Any]) -> dict[str, Any]:
+        metrics.observe({**IDLE, "experts": experts}, {})
+        return samples(metrics.render().decode())
+
+    known = look({})
+    assert known["qllm:experts_resident_perc"][0][1] == 1
+    assert {value for _, value in known["qllm:expert_loads_total"]} == {0}
+    first = {
+        "resident": 3, "experts": 12, "waiting": 2, "blocking": {"loads": 7, "bytes": 70},
+        "LS": {"loads": 1, "bytes": 10, "waits_ms": 2000.0},
+        "BE": {"loads": 3, "bytes": 30, "waits_ms": 500.0},
+    }  # fmt: skip
+    for _ in range(2):
+        known = look(first)
+    assert known["qllm:experts_resident_perc"][0][1] == 0.25
+    assert known["qllm:num_frames_waiting_for_experts"][0][1] == 2
+    known = look(first | {"LS": zero | {"loads": 1, "bytes": 10}, "BE": zero, "waiting": 0})
+    assert known["qllm:num_frames_waiting_for_experts"][0][1] == 0
+    of_class = {
+        name: {labels["class"]: value for labels, value in known[f"qllm:expert_{name}_total"]}
+        for name in ("loads", "loaded_bytes", "wait_seconds")
+    }
+    assert of_class == {
+        "loads": {"LS": 1, "BE": 3},
+        "loaded_bytes": {"LS": 10, "BE": 30},
+        "wait_seconds": {"LS": 2, "BE": 0.5},
+    }
+    assert known["qllm:expert_blocking_loads_total"][0][1] == 7
+    assert known["qllm:expert_blocking_bytes_total"][0][1] == 70
+    assert look({"LS": {"loads": 1, "bytes": 1, "waits_ms": 0}})  # left by engines of a fleet
+
+
 def test_latencies_are_the_engines(served: Serving, engine: QLLMEngine) -> None:
     def count(name: str) -> float:
         return served.metric(f"qllm:{name}_count", **{"class": "LS"})

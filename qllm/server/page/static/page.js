@@ -71,3 +71,12 @@ export function drafted({ drafter, drafts }) {
 }
 
 export const count = (n, one, many = `${one}s`) => `${n.toLocaleString("en")} ${n === 1 ? one : many}`;
+
+// How many experts of a file are in memory, and what was read from it, in words; nothing without a file.
+export function residents({ resident, experts, waiting, LS, BE, blocking } = {}) {
+  if (!experts) return "";
+  const gb = ({ bytes }) => `${(bytes / 1e9).toFixed(2)} GB`;
+  const read = LS ? `from the file LS ${gb(LS)}, BE ${gb(BE)}` : `from the file ${gb(blocking)}`;
+  const waits = waiting ? `; ${count(waiting, "pass", "passes")} waiting for it` : "";
+  return `${resident} of ${experts} experts in memory, ${read}${waits}`;
+}

@@ -1,7 +1,7 @@
 // The live page: takes the server's messages and shows them. No framework, no build step.
 
 import { Charts } from "./charts.js";
-import { $, arrange, call, cells, count, drafted, events, ms, recell } from "./page.js";
+import { $, arrange, call, cells, count, drafted, events, ms, recell, residents } from "./page.js";
 import { start as startTalk } from "./talk.js";
 import { Timeline, trackOf } from "./timeline.js";
 
@@ -180,6 +180,8 @@ function showEngine(message) {
   if (bytes) facts.push(`experts read ${(bytes / 1e9).toFixed(2)} GB/s`);
   const drafts = drafted(message);
   if (drafts) facts.push(drafts);
+  const experts = residents(message.experts);
+  if (experts) facts.push(experts);
   if (rings.length) facts.push(`request rings ${rings.join(", ")}`);
   const isLong = most && longest > most;
   const segment = `longest segment ${ms(longest)}${most ? `, of ${ms(most)} declared` : ""}`;
