@@ -107,7 +107,7 @@ class RankLayer:
             scale=1.0 if scale is None else scale,
         )
         """The layer with the rank's heads. It has no MLP."""
-        experts = None if bank is None else self._kept(bank.packed(share.experts))
+        experts = None if bank is None else self._kept(bank.packed(share.experts, share.cut))
         self._share = ShareStruct(**own)
         packed = (None, 0) if experts is None else (experts.address, experts.num_bytes)
         self.struct = struct_of(self.native, *packed)
@@ -115,6 +115,8 @@ class RankLayer:
         self.struct.share = ctypes.addressof(self._share)
         self.mlp_width = int(self._share.width)
         """Inner values of the MLP or of the shared experts, of all ranks; 0 without them."""
+        self.expert_inner = 0 if experts is None else self.native.top_k * experts.cut_width
+        """Inner values of a token's experts, if ranks share each expert; else 0."""
         self.query_columns = int(self._share.q_width + self._share.k_width)
         """Width of the queries and keys of all ranks, if they are normed together; else 0."""
 
