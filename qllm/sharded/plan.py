@@ -15,7 +15,6 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from qllm.errors import ConfigError, shown
-from qllm.kernels.cpu.experts import Cut
 
 PANEL = 64
 """Outputs that kernels compute together. A split inside a panel would pack it twice."""
@@ -62,6 +61,13 @@ class ShardShape(NamedTuple):
     """Bytes outside of layers that every rank holds."""
 
 
+class ExpertShare(NamedTuple):
+    """The share of a rank in each expert of a layer."""
+
+    inner: range
+    columns: range
+
+
 class LayerShare(NamedTuple):
     """The share of a rank in one layer."""
 
@@ -72,7 +78,7 @@ class LayerShare(NamedTuple):
     """Outputs of the projections to the residual stream."""
     experts: range
     """Experts of which the rank has weights."""
-    cut: Cut | None
+    cut: ExpertShare | None
     """Share of the rank in each of them; None is all."""
     inner: range
     """Inner values of the dense MLP or of the shared experts."""
@@ -170,11 +176,11 @@ def plan_of(shape: ShardShape, tp: int) -> ShardPlan:
 def _split_layer(layer: LayerShape, hidden: int, tp: int) -> list[LayerShare]:
     heads = split_heads(layer.num_heads, layer.num_kv_heads, tp)
     columns, experts = in_panels(hidden, tp), even(layer.num_experts, tp)
-    cuts: list[Cut | None] = [None] * tp
+    cuts: list[ExpertShare | None] = [None] * tp
     if can_cut(layer, hidden, tp):
         experts = [range(layer.num_experts)] * tp
         own = zip(in_panels(layer.expert_width, tp), columns, strict=True)
-        cuts = [Cut(*ranges) for ranges in own]
+        cuts = [ExpertShare(*ranges) for ranges in own]
     inner = in_panels(layer.mlp_width, tp)
     return [LayerShare(*heads[i], columns[i], experts[i], cuts[i], inner[i]) for i in range(tp)]
 
