@@ -132,6 +132,7 @@ class SweepStruct(ctypes.Structure):
         ("inner", c_void_p),
         ("queries", c_void_p),
         ("rows_from", c_int64),
+        ("expert_inner", c_void_p),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from qllm.errors import ModelError
 from qllm.kernels import cpu
 from qllm.kernels.cpu.attention import Attention, Latents
-from qllm.kernels.cpu.experts import on_top
+from qllm.kernels.cpu.experts import Cut, on_top
 from qllm.kernels.cpu.quantised import expands, matrix_of
 from qllm.kernels.quantised import Quantised
 from qllm.runner.layers.native import NativeLayer
@@ -107,7 +107,8 @@ class RankLayer:
             scale=1.0 if scale is None else scale,
         )
         """The layer with the rank's heads. It has no MLP."""
-        experts = None if bank is None else self._kept(bank.packed(share.experts))
+        cut = None if share.cut is None else Cut(*share.cut)
+        experts = None if bank is None else self._kept(bank.packed(share.experts, cut))
         self._share = ShareStruct(**own)
         packed = (None, 0) if experts is None else (experts.address, experts.num_bytes)
         self.struct = struct_of(self.native, *packed)
@@ -115,6 +116,8 @@ class RankLayer:
         self.struct.share = ctypes.addressof(self._share)
         self.mlp_width = int(self._share.width)
         """Inner values of the MLP or of the shared experts, of all ranks; 0 without them."""
+        self.expert_inner = 0 if experts is None else self.native.top_k * experts.cut_width
+        """Inner values of a token's experts, if ranks share each expert; else 0."""
         self.query_columns = int(self._share.q_width + self._share.k_width)
         """Width of the queries and keys of all ranks, if they are normed together; else 0."""
 

@@ -2,7 +2,8 @@
 
     heads         query heads in order, with the KV heads that they read
     columns       outputs of a product, in multiples of 64
-    experts       whole experts, perhaps one more on the first ranks
+    experts       a range of inner values and a range of outputs of each expert, in multiples of
+                  64; or, of experts that cannot be cut evenly, whole experts
     vocabulary    rows of the embedding and of the output head, in multiples of 64
 
 Shares split the outputs of products, never the inputs: an element has one sum, on one rank. Fewer
@@ -17,6 +18,9 @@ from qllm.errors import ConfigError, shown
 
 PANEL = 64
 """Outputs that kernels compute together. A split inside a panel would pack it twice."""
+UNEVEN = 1.25
+"""Most panels of a rank over their mean, for experts that ranks share. Two ranks that have whole
+experts, 64 each, do 1.27 times the mean for a token of 8 experts."""
 
 
 class LayerShape(NamedTuple):
@@ -32,6 +36,8 @@ class LayerShape(NamedTuple):
     num_experts: int
     """Routed experts; 0 in a dense layer."""
     expert_bytes: int
+    expert_width: int
+    """Inner values of an expert."""
     mlp_width: int
     """Inner width of the dense MLP or of the shared experts; 0 without them."""
     inner_bytes: int
@@ -55,6 +61,13 @@ class ShardShape(NamedTuple):
     """Bytes outside of layers that every rank holds."""
 
 
+class ExpertShare(NamedTuple):
+    """The share of a rank in each expert of a layer."""
+
+    inner: range
+    columns: range
+
+
 class LayerShare(NamedTuple):
     """The share of a rank in one layer."""
 
@@ -64,6 +77,9 @@ class LayerShare(NamedTuple):
     columns: range
     """Outputs of the projections to the residual stream."""
     experts: range
+    """Experts of which the rank has weights."""
+    cut: ExpertShare | None
+    """Share of the rank in each of them; None is all."""
     inner: range
     """Inner values of the dense MLP or of the shared experts."""
 
@@ -88,11 +104,13 @@ class ShardPlan(NamedTuple):
         """Return a table with a line per rank. Heads and experts are those of the widest layer."""
         layers = range(len(self.shape.layers))
         wide = max(layers, key=lambda i: self.shape.layers[i].num_experts, default=0)
-        heads = ("rank", "heads", "KV heads", "columns", "experts", "vocabulary", "MB")
+        width = self.shape.layers[wide].expert_width if self.shape.layers else 0
+        heads = ("rank", "heads", "KV heads", "columns", "experts", "of each", "vocabulary", "MB")
         rows: list[tuple[str, ...]] = [heads]
         for one in self.ranks:
             share = one.layers[wide]
-            found = share.heads, share.kv_heads, share.columns, share.experts, one.vocabulary
+            each = range(width if share.experts else 0) if share.cut is None else share.cut.inner
+            found = share.heads, share.kv_heads, share.columns, share.experts, each, one.vocabulary
             rows.append((str(one.rank), *map(_text, found), f"{one.num_bytes / 1e6:.1f}"))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join(
@@ -148,7 +166,8 @@ def plan_of(shape: ShardShape, tp: int) -> ShardPlan:
     ranks = []
     for rank, ids in enumerate(in_panels(shape.vocab_size, tp)):
         shares = tuple(shares[rank] for shares in layers)
-        sizes = map(_bytes_of, shape.layers, shares)
+        both = zip(shape.layers, shares, strict=True)
+        sizes = [_bytes_of(layer, shape.hidden, share) for layer, share in both]
         total = shape.whole_bytes + len(ids) * shape.token_bytes + sum(sizes)
         ranks.append(RankPlan(rank, shares, ids, total))
     return ShardPlan(shape, tuple(ranks))
@@ -156,21 +175,40 @@ def plan_of(shape: ShardShape, tp: int) -> ShardPlan:
 
 def _split_layer(layer: LayerShape, hidden: int, tp: int) -> list[LayerShare]:
     heads = split_heads(layer.num_heads, layer.num_kv_heads, tp)
-    rest = zip(
-        in_panels(hidden, tp),
-        even(layer.num_experts, tp),
-        in_panels(layer.mlp_width, tp),
-        strict=True,
-    )
-    return [LayerShare(*own, *more) for own, more in zip(heads, rest, strict=True)]
+    columns, experts = in_panels(hidden, tp), even(layer.num_experts, tp)
+    cuts: list[ExpertShare | None] = [None] * tp
+    if can_cut(layer, hidden, tp):
+        experts = [range(layer.num_experts)] * tp
+        own = zip(in_panels(layer.expert_width, tp), columns, strict=True)
+        cuts = [ExpertShare(*ranges) for ranges in own]
+    inner = in_panels(layer.mlp_width, tp)
+    return [LayerShare(*heads[i], columns[i], experts[i], cuts[i], inner[i]) for i in range(tp)]
 
 
-def _bytes_of(layer: LayerShape, share: LayerShare) -> int:
+def can_cut(layer: LayerShape, hidden: int, tp: int) -> bool:
+    """Return True if each of `tp` ranks gets about the same share of each expert, on panels."""
+    if not layer.num_experts or layer.expert_width % PANEL or tp == 1:
+        return False
+    panels = [-(-num // PANEL) for num in (layer.expert_width, hidden)]
+    return all(tp <= num and -(-num // tp) * tp <= UNEVEN * num for num in panels)
+
+
+def _expert_bytes(layer: LayerShape, hidden: int, share: LayerShare) -> int:
+    """Return the bytes of the experts of a rank. A third of an expert's are those of `down`."""
+    whole = len(share.experts) * layer.expert_bytes
+    if share.cut is None:
+        return whole
+    inner, columns = map(len, share.cut)
+    width = layer.expert_width
+    return whole * (2 * inner * hidden + columns * width) // (3 * hidden * width)
+
+
+def _bytes_of(layer: LayerShape, hidden: int, share: LayerShare) -> int:
     return (
         layer.whole_bytes
         + len(share.heads) * layer.head_bytes
         + len(share.kv_heads) * layer.kv_head_bytes
-        + len(share.experts) * layer.expert_bytes
+        + _expert_bytes(layer, hidden, share)
         + len(share.inner) * layer.inner_bytes
         + len(share.columns) * (layer.down_bytes if layer.mlp_width else 0)
     )

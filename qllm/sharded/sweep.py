@@ -24,8 +24,8 @@ from qllm.sharded.desks import Desks
 from qllm.sharded.group import SWEEP, Group
 from qllm.sharded.memory import SharedMemory
 
-SPAN_INTS = 6
-"""Integers of a `Span` in kernels.h."""
+SPAN_INTS, UNIT_INTS = 6, 3
+"""Integers of a `Span` and of a `Unit` in kernels.h."""
 
 
 class SweepCall(ctypes.Structure):
@@ -86,6 +86,17 @@ class RankBuffers(LayerBuffers):
         return work
 
 
+def _counted(s: SweepStruct) -> int:
+    """Return the slots of a restored frame that count as done. Ranks compute all of the op again.
+
+    Units of one process follow each other. Ranks leave an op with no unit done.
+    """
+    if not s.pos:
+        return 0
+    last = (c_int64 * UNIT_INTS).from_address(s.units + (s.pos - 1) * UNIT_INTS * 8)
+    return int(last[2])
+
+
 class RankSweep(Sweep):
     """The layers of a model, in calls of all its ranks.
 
@@ -112,6 +123,7 @@ class RankSweep(Sweep):
             "heads": max(layer.native.out.num_in for layer in layers),
             "inner": max(layer.mlp_width for layer in layers),
             "queries": max(layer.query_columns for layer in layers),
+            "expert_inner": max(layer.expert_inner for layer in layers),
         }
         """Widths of gathered tensors. A call uses the same tensors for several layers."""
         self._has_shared = any(layer.has_shared for layer in layers)
@@ -129,13 +141,14 @@ class RankSweep(Sweep):
         """Do nothing: ranks keep their weights."""
 
     def _call(self, s: SweepStruct) -> None:
-        desk, call = self.desks.at(s.course), self._shared
+        desk, call, counted = self.desks.at(s.course), self._shared, _counted(s)
         s.rows_from = self._rows_from
         call.sweep, call.desk, call.is_new = s, desk.address - 1, desk.is_new
         self._group.call(SWEEP, ctypes.addressof(call))
         ctypes.pointer(s)[0] = call.sweep
         desk.done, desk.is_held, desk.num_bytes = call.done, bool(call.inside), call.kept_bytes
         desk.is_new = False
+        s.slots_done -= counted
         s.begun = 0
         s.pos, s.num_units = 0, s.tokens * s.top_k  # those of all ranks, or fewer
 

@@ -64,9 +64,10 @@ class LayerWeights(NamedTuple):
             num_kv_heads, kv_weights = attention.num_kv_heads, []
             kv_weights = [attention.keys.weight, attention.values.weight]
             queries += [] if attention.gate is None else [attention.gate.weight]
-        num_experts, experts_bytes = 0, 0
+        num_experts, experts_bytes, expert_width = 0, 0, 0
         if experts is not None:
             num_experts, experts_bytes = _num_experts(experts), weight_bytes(experts)
+            expert_width = _width(experts)
         width = 0 if mlp is None else int(mlp.gate.shape[0])
         inner = [] if mlp is None else [mlp.gate, mlp.up]
         hidden = attention.out.num_outputs
@@ -80,6 +81,7 @@ class LayerWeights(NamedTuple):
             bytes_of(kv_weights) // num_kv_heads,
             num_experts,
             experts_bytes // max(1, num_experts),
+            expert_width,
             width,
             bytes_of(inner) // max(1, width),
             down_bytes,
@@ -115,6 +117,10 @@ def bytes_of(weights: Iterable[Tensor | Quantised]) -> int:
 
 def _num_experts(experts: Any) -> int:
     return int(experts.down_proj.shape[0])
+
+
+def _width(experts: Any) -> int:
+    return int(experts.down_proj.shape[1 if experts.is_transposed else 2])
 
 
 def refuse_unsplit(name: str, parts: ModelParts) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qllm.kernels import cpu
 from qllm.kernels.cpu.attention import Attention
-from qllm.kernels.cpu.experts import Clamp, Experts, Mlp, on_top, swiglu
+from qllm.kernels.cpu.experts import Clamp, Cut, Experts, Mlp, on_top, swiglu
 from qllm.kernels.cpu.norms import Norm
 from qllm.kernels.cpu.quantised import QuantisedStack, matrix_of
 from qllm.kernels.quantised import Quantised
@@ -163,6 +163,73 @@ def test_ranges_of_experts_fill_the_slots_of_the_whole(form: str) -> None:
             experts = experts_of(form, range(start, stop))
             experts.run(x, work.token_S, flat.data_ptr(), len(own), found)
         assert is_whole([found], work.slots_SD)
+
+
+def cut_experts(form: str, width: int, hidden: int, own: Cut | None) -> Experts:
+    """Seven experts, or a share of each."""
+    biases = rand(NUM, 2 * width, seed=7), rand(NUM, hidden, seed=8)
+    if own is not None:
+        biases = (
+            own.of_up(biases[0].t()).t().contiguous(),
+            own.of_down(biases[1].t()).t().contiguous(),
+        )
+    size, gate = (NUM, width, hidden), Clamp(1.7, 2.0)
+    if form in FORMATS[1:]:
+        stacks = stack_of(form, 2 * width, hidden, 10), stack_of(form, hidden, width, 50)
+        if own is not None:
+            first, last = own.inner.start, own.inner.stop
+            up = stacks[0].outputs(own.inner, range(width + first, width + last))
+            stacks = up, stacks[1].outputs(own.columns)
+        return Experts(*size, None, biases, gate, packed=stacks, cut=own)
+    found = Experts(*size, 0 if form == "int8" else None, biases, gate, cut=own)
+    for e in range(NUM):
+        up, down = rand(2 * width, hidden, seed=10 + e), rand(hidden, width, seed=50 + e)
+        found.pack(e, *((up, down) if own is None else (own.of_up(up), own.of_down(down))))
+    return found
+
+
+@pytest.mark.parametrize("form", EXPERT_FORMATS)
+def test_shares_of_each_expert_fill_the_slots_of_the_whole(form: str) -> None:
+    """Inner values of all shares come first, then the outputs. Units are computed in two runs."""
+    rng, width, hidden = random.Random(form), 256, 200
+    x = rand(40, hidden, seed=3)
+    whole = cut_experts(form, width, hidden, None)
+    for num in (1, 9, 40):
+        bank: Any = Sized()
+        bank.out_width = hidden
+        work = Work(bank, torch.tensor([rng.sample(range(NUM), 3) for _ in range(num)]), 8)
+        units, size = work.flat.buffer_info()[0], 3 * work.flat.itemsize
+        whole.run(x[:num], work.token_S, units, len(work.units), work.slots_SD)
+        found, inner = torch.zeros_like(work.slots_SD), rand(3 * num, width)
+        at = {0, width}
+        at |= {64 * rng.randint(1, 3) for _ in range(2)}
+        ranges = list(pairwise(sorted(at)))
+        columns = (
+            [(0, 64), (64, hidden)] if len(ranges) == 2 else [(0, 64), (64, 128), (128, hidden)]
+        )
+        cuts = [Cut(range(*a), range(*b)) for a, b in zip(ranges, columns, strict=True)]
+        shares = [cut_experts(form, width, hidden, own) for own in cuts]
+        first = len(work.units) // 2
+        for lo, count in ((0, first), (first, len(work.units) - first)):
+            if not count:
+                continue
+            place = units + lo * size
+            given = x[:num].data_ptr(), work.token_S.data_ptr(), place, count
+            for own in shares:
+                cpu.native.experts_in(inner.data_ptr(), *given, own.address)
+            for own in shares:
+                given_out = inner.data_ptr(), place, count
+                cpu.native.experts_out(found.data_ptr(), *given_out, own.address)
+        assert is_whole([found], work.slots_SD)
+
+
+def test_outputs_that_do_not_start_and_end_with_a_panel_are_not_copied() -> None:
+    stack = stack_of("u4", 200, 32, 1)
+    for own in (range(1, 64), range(63), range(64, 190)):
+        with pytest.raises(ValueError, match=f"outputs {own.start} to {own.stop} of 200: .* of 64"):
+            stack.outputs(own)
+    with pytest.raises(ValueError, match="outputs 128 to 200 of 200"):
+        stack.outputs(range(128, 200), range(64))
 
 
 @pytest.mark.sampled(8)

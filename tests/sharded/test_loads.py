@@ -15,6 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from qllm.engine.storage.identity import weights_digest
 from qllm.errors import ConfigError, DeviceError, ModelError
 from qllm.kernels import cpu
+from qllm.kernels.cpu.experts import Cut
+from qllm.kernels.quantised import Quantised
 from qllm.models.loader import load
 from qllm.models.weights.checkpoint import Shards
 from qllm.models.weights.on_demand import all_on_demand
@@ -77,6 +79,38 @@ def test_ranks_read_quantised_checkpoints(tmp_path: Path, form: str) -> None:
 def test_ranks_read_gguf_files(tmp_path: Path, kind: str) -> None:
     folder = save(small_model(), tmp_path / "m")
     assert_ranks_are_whole(convert(folder, tmp_path / "model.gguf", kind))
+
+
+def assert_shares_are_rows(folder: Path, how: str = "auto") -> None:
+    """Compare shares of experts, as they are read, with rows of whole experts."""
+    cuts = Cut(range(16), range(24)), Cut(range(16, 40), range(24, 40))
+    for experts in all_on_demand(loaded(folder, 2, how)).values():
+        for expert in (0, experts.num_experts - 1):
+            up, down = map(values_of, experts._read(expert))
+            for own in cuts:
+                found = map(values_of, experts._read(expert, own))
+                expected = own.of_up(up), own.of_down(down)
+                for one, other in zip(found, expected, strict=True):
+                    assert one.shape == other.shape
+                    assert torch.equal(one, other)
+
+
+def values_of(weight: Tensor | Quantised) -> Tensor:
+    return weight.dequantised() if isinstance(weight, Quantised) else weight
+
+
+@pytest.mark.parametrize("how", ["auto", "int4"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_share_of_an_expert_is_read_as_rows_of_the_whole(
+    tmp_path: Path, family: str, how: str
+) -> None:
+    assert_shares_are_rows(saved(tmp_path, family), how)
+
+
+@pytest.mark.parametrize("form", [*published.FORMATS, "mxfp4"])
+def test_a_share_of_a_quantised_expert_has_rows_of_the_whole(tmp_path: Path, form: str) -> None:
+    family = "gpt_oss" if form == "mxfp4" else "qwen3_moe"
+    assert_shares_are_rows(made(tmp_path, family, form))
 
 
 def small_model() -> Any:

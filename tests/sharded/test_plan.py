@@ -1,7 +1,9 @@
 """Split plans of random sizes and of every family: each part is computed once, on whole panels."""
 
+import math
 import random
 import re
+from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
@@ -13,7 +15,9 @@ from qllm.kernels import cpu
 from qllm.models.discover import discover
 from qllm.sharded.plan import (
     PANEL,
+    UNEVEN,
     LayerShape,
+    LayerShare,
     RankPlan,
     ShardPlan,
     ShardShape,
@@ -42,8 +46,8 @@ SPLIT = {
 """Families whose tiny models can be split. The others are refused."""
 SHAPE = ShardShape(
     (
-        LayerShape(4, 2, 100, 60, 8, 1000, 96, 7, 5, 11),
-        LayerShape(4, 2, 100, 60, 0, 0, 96, 7, 5, 1),
+        LayerShape(4, 2, 100, 60, 8, 1000, 96, 96, 7, 5, 11),
+        LayerShape(4, 2, 100, 60, 0, 0, 0, 96, 7, 5, 1),
     ),
     hidden=130,
     vocab_size=300,
@@ -83,7 +87,7 @@ def assert_is_split(plan: ShardPlan) -> None:
     for i, layer in enumerate(shape.layers):
         shares = [rank.layers[i] for rank in ranks]
         assert_covers([share.heads for share in shares], layer.num_heads)
-        assert_covers([share.experts for share in shares], layer.num_experts)
+        assert_experts_are_split(shares, layer, shape.hidden)
         assert_covers([share.columns for share in shares], shape.hidden, PANEL)
         assert_covers([share.inner for share in shares], layer.mlp_width, PANEL)
         per = layer.num_heads // layer.num_kv_heads
@@ -91,8 +95,27 @@ def assert_is_split(plan: ShardPlan) -> None:
             assert {head // per for head in share.heads} == set(share.kv_heads)
             assert len(share.heads) % len(share.kv_heads) == 0
             assert share.experts or not layer.num_experts
+
+
+def assert_experts_are_split(shares: list[LayerShare], layer: LayerShape, hidden: int) -> None:
+    """Ranks share each expert about evenly, or have whole experts."""
+    cuts = [share.cut for share in shares if share.cut is not None]
+    if not cuts:
+        assert_covers([share.experts for share in shares], layer.num_experts)
         sizes = [len(share.experts) for share in shares]
         assert max(sizes) - min(sizes) <= 1
+        return
+    assert len(cuts) == len(shares)
+    assert all(share.experts == range(layer.num_experts) for share in shares)
+    assert_covers([cut.inner for cut in cuts], layer.expert_width, PANEL)
+    assert_covers([cut.columns for cut in cuts], hidden, PANEL)
+    for parts, num in (
+        ([c.inner for c in cuts], layer.expert_width),
+        ([c.columns for c in cuts], hidden),
+    ):
+        most, mean = max(map(len, parts)), num / len(parts)
+        assert min(map(len, parts)) > 0
+        assert most <= UNEVEN * mean + PANEL
 
 
 def bytes_of(shape: ShardShape, rank: RankPlan) -> int:
@@ -101,7 +124,13 @@ def bytes_of(shape: ShardShape, rank: RankPlan) -> int:
     for layer, share in zip(shape.layers, rank.layers, strict=True):
         total += layer.whole_bytes + sum(layer.head_bytes for _ in share.heads)
         total += sum(layer.kv_head_bytes for _ in share.kv_heads)
-        total += sum(layer.expert_bytes for _ in share.experts)
+        whole = sum(layer.expert_bytes for _ in share.experts)
+        if share.cut is None:
+            total += whole
+        else:
+            inner, columns = len(share.cut.inner), len(share.cut.columns)
+            part = Fraction(2 * inner, 3 * layer.expert_width) + Fraction(columns, 3 * shape.hidden)
+            total += math.floor(whole * part)
         total += sum(layer.inner_bytes for _ in share.inner)
         total += sum(layer.down_bytes for _ in share.columns) if layer.mlp_width else 0
     return total
@@ -109,7 +138,7 @@ def bytes_of(shape: ShardShape, rank: RankPlan) -> int:
 
 def drawn(rng: random.Random) -> ShardShape:
     """Return random sizes."""
-    num_kv, hidden = rng.randint(1, 6), rng.randint(1, 700)
+    num_kv, hidden = rng.randint(1, 6), rng.randint(1, 2000)
     num = num_kv * rng.randint(1, 5)
     layers = tuple(
         LayerShape(
@@ -118,12 +147,40 @@ def drawn(rng: random.Random) -> ShardShape:
             *(rng.randint(1, 99) for _ in range(2)),
             rng.choice([0, num, rng.randint(num, 40)]),
             rng.randint(1, 99),
+            rng.choice([rng.randint(1, 500), PANEL * rng.randint(1, 40)]),
             rng.choice([0, rng.randint(1, 500)]),
             *(rng.randint(1, 99) for _ in range(3)),
         )
         for _ in range(rng.randint(1, 3))
     )
     return ShardShape(layers, hidden, rng.randint(1, 900), rng.randint(1, 9), rng.randint(1, 9))
+
+
+@pytest.mark.parametrize(
+    ("width", "hidden", "tp", "cut"),
+    [
+        (128, 128, 2, (range(64), range(64))),
+        (128, 100, 2, (range(64), range(64))),
+        (2880, 2880, 2, (range(1472), range(1472))),
+        (1408, 2048, 4, (range(384), range(512))),
+        (64, 128, 2, None),  # one rank would have no inner value
+        (128, 64, 2, None),
+        (320, 320, 5, (range(64), range(64))),
+        (256, 320, 5, None),
+        (192, 256, 2, None),  # one rank would do twice the work of the other
+        (256, 192, 2, None),
+        (384, 384, 4, None),
+        (96, 128, 2, None),  # the gate would end inside a panel
+        (128, 128, 1, None),
+    ],
+)
+def test_each_expert_is_shared_if_ranks_get_about_the_same(
+    width: int, hidden: int, tp: int, cut: tuple[range, range] | None
+) -> None:
+    layer = SHAPE.layers[0]._replace(expert_width=width, num_heads=8)
+    shares = [r.layers[0] for r in plan_of(ShardShape((layer,), hidden, 300, 9, 3), tp).ranks]
+    assert shares[0].cut == cut
+    assert_experts_are_split(shares, layer, hidden)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -203,11 +260,13 @@ def test_query_heads_that_are_no_multiple_of_the_kv_heads_stay_on_one_rank() -> 
 
 def test_a_plan_is_printed_with_the_bytes_of_each_rank() -> None:
     lines = str(plan_of(SHAPE._replace(token_bytes=10_000), 3)).splitlines()
-    names = ["rank", "heads", "KV", "heads", "columns", "experts", "vocabulary", "MB"]
-    assert lines[0].split() == names
-    assert lines[1].split() == ["0", "0-0", "0-0", "0-63", "0-2", "0-127", "1.3"]
-    assert lines[3].split() == ["2", "2-3", "1-1", "128-129", "6-7", "256-299", "0.4"]
+    names = "rank heads KV heads columns experts of each vocabulary MB"
+    assert lines[0].split() == names.split()
+    assert lines[1].split() == ["0", "0-0", "0-0", "0-63", "0-2", "0-95", "0-127", "1.3"]
+    assert lines[3].split() == ["2", "2-3", "1-1", "128-129", "6-7", "0-95", "256-299", "0.4"]
     assert str(plan_of(SHAPE._replace(hidden=64), 2)).splitlines()[2].split()[3] == "none"
+    wide = SHAPE._replace(layers=(SHAPE.layers[0]._replace(expert_width=128),), hidden=128)
+    assert str(plan_of(wide, 2)).splitlines()[2].split()[4:6] == ["0-7", "64-127"]
 
 
 def test_the_page_shows_the_plan_of_the_tiny_model(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qllm.errors import ConfigError, ModelError
 from qllm.kernels import cpu
-from qllm.kernels.cpu.experts import Experts
+from qllm.kernels.cpu.experts import Cut, Experts
 from qllm.kernels.quantised import Quantised
 from qllm.models.discover import base_model
 from qllm.models.weights.formats.rounding import int4
@@ -29,6 +29,7 @@ from qllm.sharded.runner import sharded_runner
 from qllm.types import Grain
 from tests.support.hybrids import make_hybrid
 from tests.support.sharded import (
+    CUT,
     SPLIT,
     WEIGHTS,
     Served,
@@ -50,8 +51,10 @@ NEVER = 1 << 30
 whole = cache(served_whole)
 
 
-def served_by_ranks(name: str, weights: str, tp: int, rows_from: int = 16) -> Served:
-    model = model_with(name, weights)
+def served_by_ranks(
+    name: str, weights: str, tp: int, rows_from: int = 16, width: int | None = None
+) -> Served:
+    model = model_with(name, weights, width)
     return served(sharded_runner(model, tp, rows_from=rows_from, **settings_of(weights)))
 
 
@@ -64,6 +67,37 @@ def test_ranks_have_the_bits_of_the_whole_model(name: str, tp: int, weights: str
     expected = whole(name, weights)
     for rows_from in (NEVER, 1, 10):
         assert_same(served_by_ranks(name, weights, tp, rows_from), expected)
+
+
+SHARED = [(2, 128), (2, 320), (3, 320), (4, 256)]
+"""Ranks, and widths of experts of which each has a share: one panel, or two or three."""
+
+
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize(("tp", "width"), SHARED)
+@pytest.mark.parametrize("name", CUT)
+def test_ranks_that_share_each_expert_have_the_bits_of_the_whole_model(
+    name: str, tp: int, width: int, weights: str
+) -> None:
+    assert_same(served_by_ranks(name, weights, tp, width=width), whole(name, weights, width))
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize(("tp", "num_tasks"), [(2, 1), (3, 1), (2, 13)])
+@pytest.mark.parametrize("name", CUT)
+def test_ranks_that_share_each_expert_stop_at_every_task_and_go_on(
+    name: str, tp: int, num_tasks: int, weights: str
+) -> None:
+    """Several ranges of experts run in an op, with a gather in each."""
+    expected = cpu_runner(model_with(name, weights, 320), **settings_of(weights))
+    found = sharded_runner(model_with(name, weights, 320), tp, **settings_of(weights))
+    for runner in (expected, found):
+        add_prompts(runner, (21, 5))
+    assert assert_same_answers(expected, found, num_tasks) > 100 / num_tasks
+    for runner in (expected, found):
+        runner.close()
 
 
 STEP_SIZES = (17, 28, 7, 3)
@@ -106,13 +140,16 @@ def runner_on(tp: int, model: Any) -> TorchRunner:
     return sharded_runner(copy.deepcopy(model), tp, max_segment_ms=math.inf)
 
 
-@pytest.mark.parametrize("name", ["gated", "olmoe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("name", "width"),
+    [("gated", None), ("olmoe", None), ("deepseek_v3", None), ("qwen3_moe", 320)],
+)
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3)])
 def test_a_frame_that_is_parked_goes_on_with_another_number_of_ranks(
-    before: int, after: int, name: str
+    before: int, after: int, name: str, width: int | None
 ) -> None:
     """It is parked after ever more tasks, so in every kind of op."""
-    model = wide_model(name)
+    model = wide_model(name, width=width)
     whole_run, one, other = runner_on(1, model), runner_on(before, model), runner_on(after, model)
     for runner in (whole_run, one):
         add_prompts(runner, (21, 5))
@@ -241,10 +278,13 @@ def test_the_best_of_ranks_is_the_largest_logit_and_then_the_lowest_id(
 # -- memory
 
 
+@pytest.mark.parametrize("width", [None, 320])
 @pytest.mark.parametrize("tp", [1, 2, 3])
-def test_a_rank_packs_the_bytes_of_its_plan(tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_packs_the_bytes_of_its_plan(
+    tp: int, width: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Norms, routers and the embedding are not packed. The head's outputs are padded to 16."""
-    split, taken, take = split_of("mixtral", tp), 0, cpu.Arena.take
+    split, taken, take = split_of("mixtral", tp, width), 0, cpu.Arena.take
     packed = NativeBank.packed
 
     def counted(self: cpu.Arena, *shape: int) -> Tensor:
@@ -252,27 +292,28 @@ def test_a_rank_packs_the_bytes_of_its_plan(tp: int, monkeypatch: pytest.MonkeyP
         taken += 2 * math.prod(shape)
         return take(self, *shape)
 
-    def counted_experts(self: NativeBank, own: range) -> Experts:
+    def counted_experts(self: NativeBank, own: range, cut: Cut | None) -> Experts:
         nonlocal taken
-        found = packed(self, own)
+        found = packed(self, own, cut)
         taken += found.num_bytes * len(own)
         return found
 
     monkeypatch.setattr(cpu.Arena, "take", counted)
     monkeypatch.setattr(NativeBank, "packed", counted_experts)
-    width, num_experts = split.plan.shape.hidden, split.parts.shape.num_experts
-    unpacked = (2 + num_experts) * len(split.parts.layers) * width + width
+    assert any(layer.cut for layer in split.plan.ranks[0].layers) == (tp > 1 and width is not None)
+    hidden, num_experts = split.plan.shape.hidden, split.parts.shape.num_experts
+    unpacked = (2 + num_experts) * len(split.parts.layers) * hidden + hidden
     for rank, plan in enumerate(split.plan.ranks):
         taken = 0
         RankWeights(split, rank)
         num_ids = len(plan.vocabulary)
-        padding = (-num_ids % 16 - num_ids) * width
+        padding = (-num_ids % 16 - num_ids) * hidden
         assert taken == plan.num_bytes + 2 * (padding - unpacked)
 
 
 @cache
-def split_of(name: str, tp: int) -> SplitModel:
-    return split_model(model_with(name, "bf16"), tp)
+def split_of(name: str, tp: int, width: int | None) -> SplitModel:
+    return split_model(model_with(name, "bf16", width), tp)
 
 
 # -- refusals

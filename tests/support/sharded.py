@@ -32,8 +32,15 @@ def _gated() -> Any:
     )
 
 
-def _of_family(family: str) -> Any:
+CUT = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
+"""Families whose experts `wide_model` makes as wide as a token, so that ranks share each expert."""
+
+
+def _of_family(family: str, width: int | None) -> Any:
     config = MAKERS[family][0]()
+    if width is not None:
+        has_own = hasattr(config, "moe_intermediate_size")
+        setattr(config, "moe_intermediate_size" if has_own else "intermediate_size", width)
     if family in ("qwen2_moe", "qwen3_moe", "deepseek_v3"):
         config.intermediate_size = 160
     if family == "olmoe":  # its heads share the width of the model
@@ -45,10 +52,19 @@ SPLIT = (*MAKERS, "gated")
 """Names of models that `wide_model` makes."""
 
 
-def wide_model(name: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Any:
-    """Return a seeded random model in evaluation mode; biases, sinks and norms are random too."""
-    config = _gated() if name == "gated" else _of_family(name)
-    config.hidden_size, config.vocab_size = WIDE["hidden_size"], WIDE["vocab_size"]
+def wide_model(
+    name: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0, width: int | None = None
+) -> Any:
+    """Return a seeded random model in evaluation mode; biases, sinks and norms are random too.
+
+    Args:
+        name: Any of SPLIT.
+        dtype: Dtype of the weights.
+        seed: Seed of the weights.
+        width: Width of a token and of experts, for a model of CUT; None is WIDE and narrow experts.
+    """
+    config = _gated() if name == "gated" else _of_family(name, width)
+    config.hidden_size, config.vocab_size = width or WIDE["hidden_size"], WIDE["vocab_size"]
     config._attn_implementation = attention_of(name)
     config._experts_implementation = "grouped_mm"
     make: Any = Qwen3NextForCausalLM if name == "gated" else MAKERS[name][1]
@@ -76,9 +92,9 @@ def settings_of(weights: str) -> dict[str, str]:
     }
 
 
-def model_with(name: str, weights: str) -> Any:
+def model_with(name: str, weights: str, width: int | None = None) -> Any:
     """Return a model of `wide_model`, with linear modules in 4 bits if its weights are."""
-    model = wide_model(name)
+    model = wide_model(name, width=width)
     if weights.startswith("int4"):
         for path, module in model.named_modules():
             kept = name == "gated" and path.endswith("q_proj")  # a gate is not split in 4 bits
@@ -121,9 +137,9 @@ def served(runner: TorchRunner) -> Served:
     return Served(tokens, logits, kv)
 
 
-def served_whole(name: str, weights: str) -> Served:
+def served_whole(name: str, weights: str, width: int | None = None) -> Served:
     """Return the results of a runner of the whole model."""
-    return served(cpu_runner(model_with(name, weights), **settings_of(weights)))
+    return served(cpu_runner(model_with(name, weights, width), **settings_of(weights)))
 
 
 def layers_of(kv: Any, num: int) -> list[tuple[Tensor, Tensor]]:

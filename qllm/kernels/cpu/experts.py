@@ -33,6 +33,10 @@ class _Experts(ctypes.Structure):
         ("num", c_int64),
         ("width", c_int64),
         ("hidden", c_int64),
+        ("inner", c_int64),
+        ("num_inner", c_int64),
+        ("column", c_int64),
+        ("num_columns", c_int64),
         ("group", c_int64),
         ("up_format", c_void_p),
         ("down_format", c_void_p),
@@ -51,6 +55,24 @@ class Clamp(NamedTuple):
 
     alpha: float
     limit: float
+
+
+class Cut(NamedTuple):
+    """The share of a rank in each expert of a layer."""
+
+    inner: range
+    """Inner values of the rank."""
+    columns: range
+    """Outputs of the rank."""
+
+    def of_up(self, rows_N: Tensor) -> Tensor:
+        """Return the own rows of [2F, ...], the gate's first."""
+        gate, up = (half[self.inner.start : self.inner.stop] for half in rows_N.chunk(2))
+        return torch.cat([gate, up])
+
+    def of_down(self, rows_N: Tensor) -> Tensor:
+        """Return the own rows of [D, ...]."""
+        return rows_N[self.columns.start : self.columns.stop]
 
 
 class Stack:
@@ -166,6 +188,8 @@ class Experts:
         formats: Formats of quantised weights; `group` is then None.
         packed: Up and down weights that are packed already; they are shared.
         activations: Dtype of rows that products with `packed` read, "bf16" or "int8".
+        cut: Inner values and outputs of the experts here, on a rank that has a share of each. Their
+            weights are [2 inner, D] and [outputs, F], and their biases as wide. None is all.
     """
 
     def __init__(
@@ -179,8 +203,10 @@ class Experts:
         formats: Formats = BF16,
         packed: tuple[QuantisedStack, QuantisedStack] | None = None,
         activations: str = "bf16",
+        cut: Cut | None = None,
     ) -> None:
-        up, down = (num, 2 * width, hidden), (num, hidden, width)
+        inner, columns = cut or (range(width), range(hidden))
+        up, down = (num, 2 * len(inner), hidden), (num, len(columns), width)
         self._biases = biases
         no: tuple[int | None, int | None] = (None, None)
         scaled, biased = no, no
@@ -196,10 +222,13 @@ class Experts:
             scaled = self._up.scales.data_ptr(), self._down.scales.data_ptr()
         if biases is not None:
             biased = biases[0].data_ptr(), biases[1].data_ptr()
+        self.cut_width = 0 if cut is None else width
+        """Inner values of an expert if ranks share it; else 0."""
         self.num_bytes = self._up.num_bytes + self._down.num_bytes
         """Bytes of one expert."""
         weights = self._up.packed.data_ptr(), self._down.packed.data_ptr()
-        shape = num, width, hidden
+        own = inner.start, len(inner), columns.start, len(columns)
+        shape = num, width, hidden, *own
         stacks = self._up, self._down
         found = [s.format if isinstance(s, QuantisedStack) else None for s in stacks]
         if packed is not None:

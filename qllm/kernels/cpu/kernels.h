@@ -162,12 +162,15 @@ struct Slot {
 };
 
 // The experts of one layer: up is [2F, D] (gate first), down is [D, F]. With a limit of 0 the gate
-// is SwiGLU, else (gpt_oss) gate and up are clamped: (up + 1) * gate * sigmoid(alpha * gate).
+// is SwiGLU, else (gpt_oss) gate and up are clamped: (up + 1) * gate * sigmoid(alpha * gate). If
+// ranks share each expert, up and down are those of the own inner values and outputs alone.
 struct Experts {
   const void *up, *down;               // packed, one after the other
   const float *up_scale, *down_scale;  // of int8, see Matrix8
   const uint16_t *up_bias, *down_bias; // [E, 2F] and [E, D], or null
   int64_t num, width, hidden;          // E, F, D
+  int64_t inner, num_inner;            // the own inner values: the first, and how many; else 0 and F
+  int64_t column, num_columns;         // the own outputs; else 0 and D
   int64_t group;                       // of int8; 0: the weights are bf16, or have formats
   const Format *up_format, *down_format;
   float alpha, limit;
@@ -279,6 +282,12 @@ struct Kernels {
   // slots [S, D]; `token` [S] is the row of x [T, D] of each slot
   void (*experts)(uint16_t* slots, const uint16_t* x, const int64_t* token, const Unit* units,
                   int64_t num_units, const Experts& layer);
+  // Its two halves, for units that follow each other. The first writes the own inner values of
+  // slots, inner [S, F]. The second reads all of them, and writes the own outputs.
+  void (*experts_in)(uint16_t* inner, const uint16_t* x, const int64_t* token, const Unit* units,
+                     int64_t num_units, const Experts& layer);
+  void (*experts_out)(uint16_t* slots, const uint16_t* inner, const Unit* units,
+                      int64_t num_units, const Experts& layer);
   // y and x [T, D]
   void (*mlp)(uint16_t* y, const uint16_t* x, const Mlp& mlp, int64_t rows);
   // y [T, width] = silu(gate) * up, of h [T, 2 * width] with the gate first

@@ -198,6 +198,8 @@ PyMethodDef methods[] = {
     QLLM_KERNEL(delta),
     QLLM_KERNEL(route),
     QLLM_KERNEL(experts),
+    QLLM_KERNEL(experts_in),
+    QLLM_KERNEL(experts_out),
     QLLM_KERNEL(mlp),
     QLLM_KERNEL(swiglu),
     QLLM_KERNEL(combine),

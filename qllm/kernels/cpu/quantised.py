@@ -197,6 +197,29 @@ class QuantisedStack:
         part.packed = self.packed[numbers.start : numbers.stop]
         return part
 
+    def outputs(self, *ranges: range) -> "QuantisedStack":
+        """Return a stack of copies of some outputs of each weight, range after range.
+
+        Raises:
+            ValueError: A range starts or ends inside a panel.
+        """
+        part, pieces = copy.copy(self), []
+        for own in ranges:
+            ends = [at for at in (own.start, own.stop) if at % cpu.PANEL and at != self._n]
+            if ends or (len(own) % cpu.PANEL and own is not ranges[-1]):
+                raise ValueError(
+                    f"outputs {own.start} to {own.stop} of {self._n}: a copy starts and ends at a "
+                    f"multiple of {cpu.PANEL}"
+                )
+            first, last = own.start // cpu.PANEL, own.stop // cpu.PANEL
+            end = self.num_bytes if own.stop == self._n else last * self.panel_bytes
+            pieces.append(self.packed[:, first * self.panel_bytes : end])
+        part._n, part.num_bytes = sum(map(len, ranges)), sum(piece.shape[1] for piece in pieces)
+        whole = cpu.huge_empty(len(self.packed) * part.num_bytes // 2).view(torch.uint8)
+        part.packed = whole.view(len(self.packed), part.num_bytes)
+        torch.cat(pieces, 1, out=part.packed)
+        return part
+
     def _parts(self, weight: Quantised | Sequence[Quantised]) -> Iterator[tuple[int, Quantised]]:
         """Yield the parts of a weight, each with its first output, a multiple of PANEL."""
         if isinstance(weight, Quantised):

@@ -271,6 +271,20 @@ void route_on_rank(const Kernels& k, const Sweep& s, const Layer& layer, const L
   meet(s);
 }
 
+void experts_on_rank(const Kernels& k, const Sweep& s, const Layer& layer, int64_t stop) {
+  const Experts& experts = *layer.experts;
+  const Unit* units = s.units + s.pos;
+  int64_t num = stop - s.pos;  // a rank may have no expert of any slot
+  if (are_cut(experts)) {
+    k.experts_in(s.expert_inner, s.normed, s.token, units, num, experts);
+    meet(s);
+    k.experts_out(s.slots, s.expert_inner, units, num, experts);
+  } else if (num) {
+    k.experts(s.slots, s.normed, s.token, units, num, experts);
+  }
+  if (stop == s.num_units) meet(s);
+}
+
 void combine_on_rank(const Kernels& k, const Sweep& s, const Layer& layer, const LayerOp& part) {
   int64_t rows = part.hi - part.lo;
   Rows r = own_rows(*s.rank, rows);

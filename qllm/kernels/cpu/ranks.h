@@ -52,6 +52,10 @@ void attend_on_rank(const Kernels& k, const Sweep& s, const Layer& layer, const 
 void route_on_rank(const Kernels& k, const Sweep& s, const Layer& layer, const LayerOp& part);
 void combine_on_rank(const Kernels& k, const Sweep& s, const Layer& layer, const LayerOp& part);
 
+// Units [s.pos, stop) of the own experts, or the own share of all experts.
+void experts_on_rank(const Kernels& k, const Sweep& s, const Layer& layer, int64_t stop);
+inline bool are_cut(const Experts& e) { return e.num_inner < e.width; }  // each is shared by ranks
+
 // A rank's part of a call.
 void run_call(const Kernels& kernels, Rank& rank, int64_t kind, void* what);
 

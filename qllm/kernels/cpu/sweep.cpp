@@ -167,6 +167,7 @@ void end_range(Sweep& s, const Layer& layer, int64_t stop) {
   }
   // What a rank has done may be forgotten until all have done it
   int64_t from = s.rank ? 0 : s.pos, to = s.rank && !is_done ? from : stop;
+  if (s.rank && s.rank->rank && are_cut(*layer.experts)) to = from;  // rank 0 counts these slots
   for (int64_t i = from; i < to; i++) s.slots_done += s.units[i].hi - s.units[i].lo;
   s.pos = is_done ? 0 : stop;
   s.begun = 0;
@@ -235,10 +236,11 @@ void run(const Kernels& kernels, Sweep& s) {
           s.missing = !s.failed;
           return;
         }
-        if (s.pos < stop)  // a rank may have no units
+        if (s.rank)
+          experts_on_rank(kernels, s, layer, stop);
+        else if (s.pos < stop)
           kernels.experts(s.slots, s.normed, s.token, s.units + s.pos, stop - s.pos,
                           *layer.experts);
-        if (s.rank && stop == s.num_units) s.course->meet(*s.rank);
         break;
       case kCombine:
         s.failed = s.desk && layer.experts && s.desk->sorted != s.layer && !start_experts(s, layer);

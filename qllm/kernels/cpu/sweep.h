@@ -94,6 +94,7 @@ struct Sweep {
   uint16_t *heads, *inner, *queries;  // [T, .] of all ranks: attention's output, inner values of the
                                       // MLP, and queries and keys before norms over all heads
   int64_t rows_from;  // least rows of an ATTN op whose output projection is split by rows
+  uint16_t* expert_inner;  // [S, F], inner values of slots, if ranks share each expert
 };
 
 // Runs until `end_layer` or a boundary.

@@ -42,6 +42,8 @@ class Checkpoint(NamedTuple):
     quantised: Mapping[str, Callable[[], Weight]]
     one: Callable[[str, int | None], Weight]
     """Function that reads a weight, or one weight of a stack, into memory of its own."""
+    rows: Callable[[str, int | None, range], Tensor]
+    """Function that reads consecutive rows of a plain weight, or of one of a stack."""
 
 
 class _Shard:
@@ -76,6 +78,18 @@ class _Shard:
         if dtype is None or not size:
             return self.map(name)[index]
         return self._raw.read(start + index * size, size).view(dtype).view(shape)
+
+    def read_rows(self, name: str, index: int | None, rows: range) -> Tensor:
+        """Return consecutive rows in memory of their own, see `Shards.read_rows`."""
+        start, end, (kind, shape) = self.places[name]
+        num = shape[0] if index is None else shape[0] * shape[1]
+        first = rows.start if index is None else index * shape[1] + rows.start
+        dtype, size = DTYPES.get(kind), (end - start) // max(1, num)
+        if dtype is None or not size:
+            whole = self.map(name) if index is None else self.map(name)[index]
+            return whole[rows.start : rows.stop]
+        found = self._raw.read(start + first * size, len(rows) * size)
+        return found.view(dtype).view(len(rows), *shape[1 if index is None else 2 :])
 
 
 class Shards:
@@ -117,6 +131,10 @@ class Shards:
     def read_one(self, name: str, index: int) -> Tensor:
         """Return one tensor of a stack, whose first dimension is its number, as `read` does."""
         return self._files[name].read_one(name, index)
+
+    def read_rows(self, name: str, index: int | None, rows: range) -> Tensor:
+        """Return consecutive rows of a tensor, or of one of a stack, as `read` does."""
+        return self._files[name].read_rows(name, index, rows)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
@@ -226,7 +244,7 @@ def checkpoint_in(
         with naming(f"checkpoint of model {name!r}, {weight}"):
             return _one_of_stack(shards, *of_weight[weight], index)
 
-    return Checkpoint(form.name, plain, quantised, one), rest
+    return Checkpoint(form.name, plain, quantised, one, shards.read_rows), rest
 
 
 def _one_of_stack(shards: Shards, layout: Layout, parts: Mapping[str, str], index: int) -> Weight:

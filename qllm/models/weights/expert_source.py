@@ -4,13 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from qllm.errors import ModelError
-from qllm.kernels.cpu.experts import BF16, Formats
+from qllm.kernels.cpu.experts import BF16, Cut, Formats
 from qllm.kernels.cpu.quantised import is_like, stacked
 from qllm.kernels.quantised import Quantised
 from qllm.models.weights.checkpoint import Checkpoint, naming
@@ -19,6 +19,16 @@ from qllm.models.weights.formats.layout import Weight
 from qllm.models.weights.places import Place
 from qllm.models.weights.quantised_experts import WEIGHTS, gate_first
 from qllm.models.weights.quantised_weights import shape_of
+
+
+class _Read(NamedTuple):
+    """A part of an expert's weight."""
+
+    name: str
+    number: int | None
+    """Number of the expert in a stack; None if the weight is its own."""
+    rows: range | None
+    """Outputs of the part; None is all."""
 
 
 class ExpertSource:
@@ -93,7 +103,7 @@ class ExpertSource:
                 for _, k in self._shapes.values()
             ]
             return Formats(*map(shape_of, likes))
-        found = [stacked(_matrices(self._parts(0, name))) for name in WEIGHTS]
+        found = [stacked(_matrices(self._all(0, name))) for name in WEIGHTS]
         whole = [shape_of(one) for one in found if one is not None]
         return Formats(*whole) if len(whole) == len(WEIGHTS) else BF16
 
@@ -102,7 +112,7 @@ class ExpertSource:
         found = []
         for name in WEIGHTS:
             every = chain.from_iterable(
-                pool.map(partial(self._parts, name=name), range(self.num_experts))
+                pool.map(partial(self._all, name=name), range(self.num_experts))
             )
             same = alike(list(every))
             if same is None:
@@ -111,31 +121,57 @@ class ExpertSource:
         return Formats(*found)
 
     def expert(
-        self, expert: int, formats: Formats
+        self, expert: int, formats: Formats, cut: Cut | None = None
     ) -> tuple[Tensor | Quantised, Tensor | Quantised] | None:
-        """Return the weights of an expert as they are packed; None if they have another format."""
+        """Return the weights of an expert as they are packed; None if they have another format.
+
+        Args:
+            expert: Number of the expert.
+            formats: Formats of its weights.
+            cut: Share of a rank, of which the weights have the outputs; None is all. Weights that
+                are not quantised are read from the file in such rows alone, unless their rows are
+                inputs. Others are read whole.
+        """
         found = []
         for name, like in zip(WEIGHTS, formats, strict=True):
-            weight = self._joined(self._parts(expert, name), name, expert, like)
+            weight = self._joined(name, self._reads(expert, name, cut), like)
             if weight is None:
                 return None
             found.append(weight)
         return found[0], found[1]
 
+    def _reads(self, expert: int, name: str, cut: Cut | None) -> list[_Read]:
+        """Return the parts of one weight of an expert, or of a share of it."""
+        (width, _), parts = self.shape, self._names[name][expert]
+        if cut is None:
+            return [_Read(*part, None) for part in parts]
+        if name != WEIGHTS[0]:
+            return [_Read(*part, cut.columns) for part in parts]
+        start, stop = cut.inner.start, cut.inner.stop
+        if len(parts) > 1:
+            ranges = [cut.inner]
+        elif self.module.is_concatenated:
+            ranges = [cut.inner, range(width + start, width + stop)]
+        else:
+            ranges = [range(2 * start, 2 * stop)]
+        return [_Read(*part, rows) for part in parts for rows in ranges]
+
     def _joined(
-        self, parts: list[Weight], name: str, expert: int, like: Quantised | None
+        self, name: str, reads: Sequence[_Read], like: Quantised | None
     ) -> Tensor | Quantised | None:
         whole: Tensor | Quantised | None
-        names = [own for own, _ in self._names[name][expert]]
+        parts, names = self._parts(reads), [read.name for read in reads]
+        n, k = self._shapes[name]
+        shape = (n, k) if reads[0].rows is None else (sum(len(r.rows or ()) for r in reads), k)
         if like is None:
             values = [self._values(*pair) for pair in zip(names, parts, strict=True)]
             whole = torch.cat([one.to(torch.bfloat16) for one in values])
         else:
             whole = _like(parts, like)
-        if whole is not None and tuple(whole.shape) != self._shapes[name]:
+        if whole is not None and tuple(whole.shape) != shape:
             raise ModelError(
-                f"{' and '.join(names)} is {tuple(whole.shape)} and must be {self._shapes[name]}; "
-                "download it again"
+                f"{' and '.join(dict.fromkeys(names))} is {tuple(whole.shape)} and must be "
+                f"{shape}; download it again"
             )
         if whole is None or name != WEIGHTS[0] or self.module.is_concatenated:
             return whole
@@ -146,22 +182,41 @@ class ExpertSource:
         """Return the values of a weight as they are, or of a quantised one after a check."""
         if own in self._checkpoint.quantised:
             return expanded(own, weight)
-        assert isinstance(weight, Tensor)
-        return weight
+        return _plain(weight)
 
-    def _parts(self, expert: int, name: str) -> list[Weight]:
+    def _all(self, expert: int, name: str) -> list[Weight]:
         """Read the parts of one weight of an expert, with outputs as rows."""
-        found = []
-        for own, index in self._names[name][expert]:
+        return self._parts(self._reads(expert, name, None))
+
+    def _parts(self, reads: Sequence[_Read]) -> list[Weight]:
+        """Read parts of a weight, with outputs as rows."""
+        found: list[Weight] = []
+        whole: dict[tuple[str, int | None], Weight] = {}
+        for own, number, rows in reads:
+            turned = number is not None and self.module.is_transposed
+            is_plain, part = own in self._checkpoint.plain, (own, number)
             with naming(own):
-                weight = self._checkpoint.one(own, index)
-                if own in self._checkpoint.plain:
-                    assert isinstance(weight, Tensor)
-                    turned = index is not None and self.module.is_transposed
-                    weight = weight.t() if turned else weight
-                    weight = weight if self._rounding is None else self._rounding(weight)
+                if is_plain and rows is not None and not turned:
+                    weight: Weight = self._checkpoint.rows(own, number, rows)
+                else:
+                    if part not in whole:
+                        whole[part] = self._checkpoint.one(own, number)
+                    weight = _plain(whole[part]).t() if is_plain and turned else whole[part]
+                    weight = weight if rows is None else _rows_of(weight, rows)
+                if is_plain and self._rounding is not None:
+                    weight = self._rounding(_plain(weight))
             found.append(weight)
         return found
+
+
+def _plain(weight: Weight) -> Tensor:
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+def _rows_of(weight: Weight, rows: range) -> Weight:
+    which = slice(rows.start, rows.stop)
+    return weight.rows(which) if isinstance(weight, Quantised) else weight[which]
 
 
 def _matrices(weights: Sequence[Weight]) -> list[Quantised]:

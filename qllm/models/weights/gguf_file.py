@@ -299,7 +299,11 @@ def checkpoint_of(file: GgufFile, model: Any) -> Checkpoint:
         assert index is None, "experts of a stack have names of their own"
         return plain[name]() if name in plain else quantised[name]()
 
-    return Checkpoint(f"gguf {' '.join(kinds)}".strip(), plain, quantised, one)
+    def rows(name: str, index: int | None, rows: range) -> Tensor:
+        assert index is None, "experts of a stack have names of their own"
+        return plain[name]()[rows.start : rows.stop]
+
+    return Checkpoint(f"gguf {' '.join(kinds)}".strip(), plain, quantised, one, rows)
 
 
 def _refuse_shape(path: Path, tensor: Any, wanted: tuple[int, ...]) -> None:

@@ -1,6 +1,6 @@
 """The experts of a checkpoint that stay in its files until they are used.
 
-Each rank of a split model reads its own experts, packs them, and keeps the packed bytes alone. The
+Each rank of a split model reads its share of them, packs it, and keeps the packed bytes alone. The
 module of such experts keeps its parameters on the meta device, for their shapes. The module's own
 forward still runs. It reads the experts that it uses, and frees them after the call.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from qllm.errors import ModelError
-from qllm.kernels.cpu.experts import BF16, Clamp, Experts, Formats
+from qllm.kernels.cpu.experts import BF16, Clamp, Cut, Experts, Formats
 from qllm.kernels.quantised import INTEGERS, Quantised
 from qllm.models.weights.checkpoint import naming
 from qllm.models.weights.expert_source import ExpertSource
@@ -87,12 +87,18 @@ class OnDemand:
         biases: tuple[Tensor, Tensor] | None = None,
         clamp: Clamp | None = None,
         activations: str = "bf16",
+        cut: Cut | None = None,
     ) -> Experts:
         likes = [None if like is None else like.reading(activations) for like in self.formats]
-        return Experts(num, *self._source.shape, self._group, biases, clamp, Formats(*likes))
+        shape, formats = (num, *self._source.shape), Formats(*likes)
+        return Experts(*shape, self._group, biases, clamp, formats, cut=cut)
 
     def packed(
-        self, experts: Sequence[int], biases: tuple[Tensor, Tensor] | None, clamp: Clamp | None
+        self,
+        experts: Sequence[int],
+        biases: tuple[Tensor, Tensor] | None,
+        clamp: Clamp | None,
+        cut: Cut | None = None,
     ) -> Experts:
         """Read experts, and return them packed.
 
@@ -100,14 +106,15 @@ class OnDemand:
             experts: Numbers of the experts.
             biases: Their biases, see `Experts`.
             clamp: Their gate, see `Experts`.
+            cut: Share of a rank in each expert; None is all.
 
         Raises:
             ModelError: An expert cannot be read, or has another format than the first one.
         """
-        made = self._room(len(experts), biases, clamp, self.activations)
+        made = self._room(len(experts), biases, clamp, self.activations, cut)
         for i, expert in enumerate(experts):
             with self._naming(expert):
-                weights = self._read(expert)
+                weights = self._read(expert, cut)
                 made.pack(i, *(self._reading(weight) for weight in weights))
         return made
 
@@ -122,9 +129,11 @@ class OnDemand:
             except ValueError as error:
                 raise ModelError(f"weights cannot be packed: {error}") from error
 
-    def _read(self, expert: int) -> tuple[Tensor | Quantised, Tensor | Quantised]:
-        """Return the weights of an expert, the gate's outputs first."""
-        weights = self._source.expert(expert, self.formats)
+    def _read(
+        self, expert: int, cut: Cut | None = None
+    ) -> tuple[Tensor | Quantised, Tensor | Quantised]:
+        """Return the weights of an expert, or a share of them, the gate's outputs first."""
+        weights = self._source.expert(expert, self.formats, cut)
         if weights is None:
             raise ModelError(
                 "its format is not that of expert 0, so a rank cannot read its share alone; use "

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from qllm.errors import InvariantError, ModelError
 from qllm.kernels import cpu
 from qllm.kernels.cpu import is_usable
-from qllm.kernels.cpu.experts import Clamp, Experts
+from qllm.kernels.cpu.experts import Clamp, Cut, Experts
 from qllm.models.discover import PACKED
 from qllm.models.parts.known import experts as known_experts
 from qllm.models.weights.expert_file import in_file
@@ -89,13 +89,21 @@ class NativeBank:
         module.forward = self._refuse
         setattr(module, PACKED, True)
 
-    def packed(self, experts: range) -> Experts:
-        """Return packed copies of consecutive experts. The module keeps its weights."""
+    def packed(self, experts: range, cut: Cut | None = None) -> Experts:
+        """Return packed copies of consecutive experts. The module keeps its weights.
+
+        Args:
+            experts: Numbers of the experts.
+            cut: Share of a rank in each of them; None is all.
+        """
         module, shape = self._module, (len(experts), self._width, self.out_width)
-        packed = Experts(*shape, self._group, self._biases(experts), self._clamp)
+        biases = self._biases(experts, cut)
+        packed = Experts(*shape, self._group, biases, self._clamp, cut=cut)
         up, down = (getattr(module, name).detach() for name in WEIGHTS)
         for i, e in enumerate(experts):
-            packed.pack(i, self._gate_first(self._outputs(up[e])), self._outputs(down[e]))
+            both = self._gate_first(self._outputs(up[e])), self._outputs(down[e])
+            own = both if cut is None else (cut.of_up(both[0]), cut.of_down(both[1]))
+            packed.pack(i, *own)
         return packed
 
     def unpack(self) -> None:
@@ -133,13 +141,15 @@ class NativeBank:
             return rows
         return torch.stack(rows.chunk(2), dim=1).flatten(0, 1)
 
-    def _biases(self, experts: range) -> tuple[Tensor, Tensor] | None:
+    def _biases(self, experts: range, cut: Cut | None = None) -> tuple[Tensor, Tensor] | None:
         module, which = self._module, slice(experts.start, experts.stop)
         if not module.has_bias:
             return None
         both = module.gate_up_proj_bias, module.down_proj_bias
-        up, down = (bias.detach()[which] for bias in both)
-        return self._gate_first(up.t()).t().contiguous(), down.contiguous()
+        up, down = (bias.detach()[which].t() for bias in both)
+        up = self._gate_first(up)
+        own = (up, down) if cut is None else (cut.of_up(up), cut.of_down(down))
+        return own[0].t().contiguous(), own[1].t().contiguous()
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise ModelError(
@@ -169,7 +179,7 @@ class NativeBank:
 
 
 class RankBank(NativeBank):
-    """The experts of one layer, of which each rank reads and packs its own.
+    """The experts of one layer, of which each rank reads and packs its share.
 
     Args:
         experts: Module that `is_covered`, whose weights are read on demand.
@@ -187,9 +197,9 @@ class RankBank(NativeBank):
         """Raise an error: the bank of all experts does not compute."""
         raise InvariantError("experts that ranks read were packed as a whole")
 
-    def packed(self, experts: range) -> Experts:
-        """Read consecutive experts, and return them packed."""
-        return self._all.packed(experts, self._biases(experts), self._clamp)
+    def packed(self, experts: range, cut: Cut | None = None) -> Experts:
+        """Read consecutive experts, or a share of each, and return them packed."""
+        return self._all.packed(experts, self._biases(experts, cut), self._clamp, cut)
 
 
 def _memory_of(kept: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from qllm.errors import InvariantError
 from qllm.kernels import cpu
-from qllm.kernels.cpu.experts import Experts
+from qllm.kernels.cpu.experts import Cut, Experts
 from qllm.models.weights.quantised_experts import WEIGHTS, QuantisedExperts
 from qllm.models.weights.quantised_weights import Weights
 from qllm.runner.layers.native_experts import NativeBank
@@ -34,18 +34,20 @@ class QuantisedBank(NativeBank):
         """Use the weights that are packed already."""
         self._packed = self.packed(range(self.num_experts))
 
-    def packed(self, experts: range) -> Experts:
-        """Return consecutive experts, which share the memory of all."""
+    def packed(self, experts: range, cut: Cut | None = None) -> Experts:
+        """Return consecutive experts, which share the memory of all, or copies of a share."""
         weights = [self._held.weights[name] for name in WEIGHTS]
         up, down = (w.stack if isinstance(w, Weights) else None for w in weights)
         if up is None or down is None:
             raise InvariantError("these experts were read where our kernels were not there")
-        shape, both = (
-            (len(experts), self._width, self.out_width),
-            (up.part(experts), down.part(experts)),
-        )
-        biases, reads = self._biases(experts), self._reads
-        return Experts(*shape, None, biases, self._clamp, packed=both, activations=reads)
+        shape = len(experts), self._width, self.out_width
+        both = up.part(experts), down.part(experts)
+        if cut is not None:
+            first, num = cut.inner.start, self._width
+            halves = cut.inner, range(num + first, num + cut.inner.stop)
+            both = both[0].outputs(*halves), both[1].outputs(cut.columns)
+        biases, reads = self._biases(experts, cut), self._reads
+        return Experts(*shape, None, biases, self._clamp, packed=both, activations=reads, cut=cut)
 
     def unpack(self) -> None:
         """Stop computing. The weights stay packed."""
