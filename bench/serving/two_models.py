@@ -20,7 +20,6 @@ from typing import Any
 
 from bench.common import Table, machine, plain, result_file
 from qllm import Handle, QLLMEngine, SamplingParams
-from qllm.cores import usable_cores
 from qllm.measure.random_moe import make_random_moe
 from qllm.record.summary import percentile
 
@@ -28,13 +27,17 @@ GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 ARMS = {"apart": None, "shared": f"bench-{os.getpid()}"}
 MOST_TTFT = 0.5
 LS_PROMPT, LS_TOKENS, BE_PROMPT, BE_TOKENS, NUM_BE = 96, 8, 512, 256, 8
-VOCABULARY, RATE, SEED = 16_000, 1.0, 1
+VOCABULARY, RATE, SEED = 1_000, 1.0, 1
 
 
 @contextmanager
 def engines_of(folder: Path, group: str | None) -> Iterator[tuple[QLLMEngine, QLLMEngine]]:
     """Start the engine of LS and the engine of BE."""
-    how: dict[str, Any] = {"threads": usable_cores(), "conformance": False, "max_kv_tokens": 32_768}
+    how: dict[str, Any] = {
+        "threads": len(os.sched_getaffinity(0)),
+        "conformance": False,
+        "max_kv_tokens": 32_768,
+    }
     with ExitStack() as stack:
         made = [
             stack.enter_context(QLLMEngine.from_pretrained(folder, shared_cores=group, **how))
