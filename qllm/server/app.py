@@ -117,7 +117,7 @@ def create_app(
     front, metrics = fronts[0], fronts[0].metrics
     if config.auto:
         _check_auto(fronts)
-    prompts = StreamingPrompts(config)
+    prompts = StreamingPrompts(front)
     log = access.Log() if config.access_log else None
 
     state = None if config.state_dir is None else _State(front, config.state_dir)

@@ -45,13 +45,14 @@ def test_every_setting_can_come_from_every_source(tmp_path: Path) -> None:
         "max_body_bytes": 2048, "max_file_bytes": 2048, "max_key_bytes": 2048,
         "max_header_bytes": 2048, "max_prompt_bytes": 2048,
         "role": "engine", "listen": "a:1", "engine_address": "a:1",
+        "also": ("tiny@2", "b=tiny@3"), "auto": True,
         "profile": "shm", "ssl_cert_reqs": "required", "access_log": False,
         "objectives": {"batch": "BE"}, "ray": {"replicas": 2},
     }  # fmt: skip
     companions: dict[str, dict[str, Any]] = {
         "role": {"listen": "a:1"}, "listen": {"role": "engine"},
         "engine_address": {"role": "frontend"}, "route": {"engine_address": "a:1,b:1"},
-        "rebalance_s": {"engine_address": "a:1,b:1"},
+        "rebalance_s": {"engine_address": "a:1,b:1"}, "auto": {"also": ["tiny@2"]},
     }  # fmt: skip
     for name, field in ServerConfig.model_fields.items():
         value = examples.get(name, 7 if "int" in str(field.annotation) else "7")

@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 from qllm.errors import EngineClosedError, RequestFailedError
 from qllm.frontend.streaming_prompt import Piece, StreamingPrompt
 from qllm.server.api.answers import owner_of
-from qllm.server.config import ServerConfig
 from qllm.server.http.errors import ApiError
 from qllm.server.requests.ask import SHORT, Served
 from qllm.server.requests.front import Front
@@ -110,8 +109,8 @@ class StreamingPrompts:
     Work whose time grows with a piece or a prompt runs on the threads of the prompt's class.
     """
 
-    def __init__(self, config: ServerConfig) -> None:
-        self._config = config
+    def __init__(self, front: Front) -> None:
+        self._config = front.config
         self._open: dict[str, Opened] = {}
         self._num_open: Counter[str] = Counter()
         """Number of prompts by caller, including those being opened."""

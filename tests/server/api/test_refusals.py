@@ -233,7 +233,7 @@ def test_an_unforeseen_error_is_an_answer_like_others(
     if path == "/v1/messages":
         body = {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": "a"}]}
     with serving(engine, cors_origins="https://a") as served:
-        monkeypatch.setattr(served.front, "check_model", lambda _: {}["no"])
+        monkeypatch.setattr(served.front, "of", lambda _: {}["no"])
         answer = served.post(path, body, headers={"Origin": "https://a"})
         assert answer.status_code == 500
         assert answer.json().get("type") == ("error" if path == "/v1/messages" else None)
