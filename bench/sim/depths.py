@@ -1,4 +1,4 @@
-"""A choice of depths against fixed depths, simulated on a made-up profile or on one of a file.
+"""A choice of depths against fixed depths. Simulated, on a made-up profile or a profile's file.
 
 Three mixes of requests, and the three one after another. The choice is compared with each candidate
 alone. A candidate that is over the bound in one of the mixes does not count as a rival, because a

@@ -35,7 +35,7 @@ OF_SIZES = (
     "rank_deadline_s", "max_expert_bytes", "expert_dir", "activations",
 )  # fmt: skip
 """Settings on which the sizes of an engine depend."""
-REQUEST_TOKENS = 2048
+OF_REQUEST = 2048
 """Tokens of a request, to tell how many requests KV has room for."""
 GIB = 1 << 30
 OPTIONAL = ("fastapi", "uvicorn", "matplotlib", "aiohttp", "cupy-cuda13x", "triton", "nixl")
@@ -221,7 +221,7 @@ def _served(model: str, trust_remote_code: bool, sizes: dict[str, Any]) -> list[
             held = f"room for {experts['slots']:,} of {experts['experts']:,} experts in memory"
             more.append(("its slots", held))
         states = engine.client.info.shape.state_tokens
-        requests = engine.config.pool_tokens // (REQUEST_TOKENS + states)
+        room = engine.config.pool_tokens // (OF_REQUEST + states)
         cut = "" if depth == whole else "; answers differ from those of the whole model"
         return [
             ("its depth", f"{depth} of {whole} layers{cut}"),
@@ -235,7 +235,7 @@ def _served(model: str, trust_remote_code: bool, sizes: dict[str, Any]) -> list[
             (
                 "its seats",
                 f"{engine.config.max_num_seqs:,} (max_num_seqs), whatever the memory is; KV has "
-                f"room for {requests:,} requests of {REQUEST_TOKENS:,} tokens",
+                f"room for {room:,} requests of {OF_REQUEST:,} tokens",
             ),
             (
                 "its prefix cache",

@@ -157,6 +157,8 @@ def test_more_than_50_low_tokens_of_the_last_100_leave_a_candidate(before: int) 
     assert choice.on_tokens("A@2", [0.9] * 49).do is STAY
     assert choice.on_tokens("A@2", low[:1]) == (Do.DEEPEN, "A@4"), "the 100th is the 51st low one"
     assert choice.current == "A@4"
+    assert choice.on_tokens("A@4", [0.1] * 99).do is STAY, "a change stays for 100 tokens"
+    assert choice.on_tokens("A@4", [0.1]) == (Do.DEEPEN, "A")
 
 
 def test_a_low_token_counts_for_100_tokens() -> None:

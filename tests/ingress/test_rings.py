@@ -356,6 +356,7 @@ PLAIN = st.builds(
     min_tokens=st.integers(0, 2**30),
     include_stop_str_in_output=st.booleans(),
     skip_special_tokens=st.booleans(),
+    confidence=st.booleans(),
 )
 SAMPLINGS = st.builds(lambda plain, limits: replace(plain, **limits), PLAIN, LIMITS)
 MS = st.none() | finite(1e-3, 1e9)
@@ -427,6 +428,7 @@ def test_every_sampling_field_is_in_the_record() -> None:
         "thinking_token_budget",
         "draft_tokens",
         "prediction",
+        "confidence",
     }, "a new field of SamplingParams needs a place in layout.REQUEST and in SAMPLINGS here"
 
 

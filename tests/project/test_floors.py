@@ -195,6 +195,7 @@ OWN_BENCHES = {
     "engine.drafts": "drafters",  # knows the answers
     "engine.ranks": "runner sharded",  # runs runners without an engine
     "kernels.transformers_experts": "transformers",
+    "sim.depths": "fleet.choice models.depth_profile",
     "serving.fleet": "fleet.members fleet.router fleet.routes",
     "serving.rebalancing": "fleet.rebalance fleet.routes",
     "kernels.cpu_kernels": "runner",  # what has no public name

@@ -37,6 +37,7 @@ PUBLIC = {
     "qllm/measure/plots.py": "figures",
     "qllm/measure/profile_figure.py": "a figure",
     "qllm/measure/random_moe.py": "a model",
+    "qllm/models/depth_profile.py": "a profile of depths",
     "qllm/models/weights/dense.py": "a model",
     "qllm/models/weights/experts_in_file.py": "a folder for experts of models, for its owner alone",
     "qllm/upcycle/router_training.py": "a model",

@@ -5,18 +5,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from qllm import QLLMEngine, SamplingParams
 from qllm.errors import InvalidRequestError
 from qllm.ingress import codec
+from qllm.kernels import cpu
 from qllm.kernels.cpu import course
 from qllm.runner import heads
 from qllm.runner.heads import HeadState
-from qllm.runner.layers.linears import HEAD_BLOCK, HeadBlocks
+from qllm.runner.layers.linears import HEAD_BLOCK, Head, HeadBlocks
+from qllm.runner.layers.rows import PLAIN
 from qllm.runner.protocol import NEVER
 from qllm.runner.sampling import sampler
 from qllm.types import Logprobs, Sampled
-from tests.runner.test_heads import head_of, whole
 from tests.support.serving import tiny_engine
 
 TEXTS = ("def parse(", "import os\n", "class A:\n    def", "x = [1, 2, 3")
@@ -106,8 +108,17 @@ def test_each_row_has_its_own_and_a_restored_head_goes_on(native: bool) -> None:
     vocab = 2 * HEAD_BLOCK + 7
     weight = torch.randn((vocab, 32), generator=generator).bfloat16()
     x = torch.randn((6, 32), generator=generator).bfloat16()
-    head = head_of(weight, None, native=native)
-    expected = whole(head, x).float().double().softmax(-1).max(-1).values
+    linear = nn.Linear(32, vocab, bias=False)
+    linear.weight.data = weight
+    head = Head(linear, nn.Identity(), PLAIN, native, cpu.Arena())
+    expected = (
+        torch.cat([head(x, i) for i in range(head.num_blocks)], 1)
+        .float()
+        .double()
+        .softmax(-1)
+        .max(-1)
+        .values
+    )
     greedy, confident, inside = (0, 2, 3, 5), (2, 5), course.Course()
     state = HeadState(x, greedy, confident=confident)
     for block in range(head.num_blocks):
