@@ -254,8 +254,15 @@ void experts(const Kernels& k, Results& results) {
     up.insert(up.end(), one.data.begin(), one.data.end());
     down.insert(down.end(), two.data.begin(), two.data.end());
   }
-  Experts plain{up.data(), down.data(), nullptr, nullptr, nullptr, nullptr,
-                num,       hidden,      width,   0,       nullptr, nullptr, 0,       0};
+  auto whole = [&](const void* up, const void* down, const float* up_scale, const float* down_scale,
+                   int64_t group) {
+    Experts found{};
+    found.up = up, found.down = down, found.up_scale = up_scale, found.down_scale = down_scale;
+    found.num = num, found.width = hidden, found.hidden = width;
+    found.num_inner = hidden, found.num_columns = width, found.group = group;
+    return found;
+  };
+  Experts plain = whole(up.data(), down.data(), nullptr, nullptr, 0);
   run(plain);
   Quantised four(kU4, kFp16, kFp16, 2 * hidden, width, 32, kExact, num);
   Quantised eight(kI8, kBf16, kNone, width, hidden, hidden, kExact, num);
@@ -269,8 +276,8 @@ void experts(const Kernels& k, Results& results) {
   run(clamped);
   for (int64_t group : {width, int64_t(32)}) {
     Eights eight_up(k, num, 2 * hidden, width, group), eight_down(k, num, width, hidden, group);
-    run({eight_up.data.data(), eight_down.data.data(), eight_up.scale.data(),
-         eight_down.scale.data(), nullptr, nullptr, num, hidden, width, group, nullptr, nullptr, 0, 0});
+    run(whole(eight_up.data.data(), eight_down.data.data(), eight_up.scale.data(),
+              eight_down.scale.data(), group));
   }
   results.add(normed);
   Packed gate(k, 1, width);

@@ -68,7 +68,7 @@ def _in_safetensors(file: Path) -> Iterator[tuple[str, str, int]]:
         for name, entry in header.items():
             start, end = entry["data_offsets"]
             yield name, str(entry["dtype"]), end - start
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
         yield "", "", file.stat().st_size
 
 

@@ -329,7 +329,9 @@ def test_a_tree_that_no_commit_has_writes_no_committed_result(
             common.write_result(path, "{}")
     with pytest.raises(common.UncommittedError, match=says):
         Table().finish({"bench": "rate"}, committed)
-    assert json.loads(capsys.readouterr().out) == {"bench": "rate", "lines": [], "losing": []}
+    told = json.loads(capsys.readouterr().out)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", told.pop("at"))
+    assert told == {"bench": "rate", "lines": [], "losing": []}
     assert committed.read_text() == "{}\n"
     assert os.listdir(committed.parent) == ["rate.json"]
     common.write_result(tree / "out" / "rate.json", "elsewhere")

@@ -15,10 +15,13 @@ from safetensors.torch import save
 
 from qllm.engine import archive
 from qllm.engine.memory import Claim
+from qllm.engine.neighbours import Neighbours
 from qllm.engine.storage.file import Layout, Lock, open_file
+from qllm.floor import NO_FLOOR
 from qllm.private import make_private_folder
 from qllm.record.perfetto import write_perfetto
 from qllm.record.trace import Trace
+from qllm.scheduler.pressure import Pressure
 from qllm.server.state.store import Store
 from qllm.workloads.files import write_requests
 from tests.support.files import ROOT, python_files
@@ -34,6 +37,7 @@ PUBLIC = {
     "qllm/device/serving.py": "a header of ours",
     "qllm/ingress/layout.py": "a file of ours",
     "qllm/measure/demo.py": "a folder for figures and traces",
+    "qllm/measure/disk_rate.py": "random bytes in a folder of the user",
     "qllm/measure/plots.py": "figures",
     "qllm/measure/profile_figure.py": "a figure",
     "qllm/measure/random_moe.py": "a model",
@@ -145,7 +149,12 @@ def claim(folder: Path) -> None:
     made.close()
 
 
+def neighbours(folder: Path) -> None:
+    Neighbours("g", Pressure(NO_FLOOR, None), lambda: None, folder / "c").close()
+
+
 WRITERS: dict[str, Callable[[Path], None]] = {
+    "qllm/engine/neighbours.py": neighbours,
     "qllm/engine/memory.py": claim,
     "qllm/record/trace.py": trace,
     "qllm/record/perfetto.py": perfetto,

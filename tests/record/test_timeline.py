@@ -335,7 +335,7 @@ def test_a_look_knows_what_was_parked_before_it() -> None:
     runner: Any = SimpleNamespace(
         segments=SimpleNamespace(longest_ns=0), shape=SimpleNamespace(num_layers=LAYERS)
     )
-    watch = Watch(loop, config, runner)
+    watch = Watch(loop, config, runner, None)
     assert watch.look(0, False)["parked"] == [[5, "BE", 2.5, LAYERS, 2, False]]
     loop.listeners[0](Resumed(at_ns=ms(10), frame_id=7))
     told = watch.look(0, False)
@@ -358,7 +358,7 @@ def test_a_look_just_before_the_watch_leaves_keeps_it_on() -> None:
     runner: Any = SimpleNamespace(
         segments=SimpleNamespace(longest_ns=0), shape=SimpleNamespace(num_layers=LAYERS)
     )
-    watch = Watch(loop, config, runner)
+    watch = Watch(loop, config, runner, None)
     since = watch.look(0, False)["seq"]
 
     class LookFirst:

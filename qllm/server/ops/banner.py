@@ -41,8 +41,8 @@ def banner(engine: QLLMEngine, config: ServerConfig, load_s: float) -> list[str]
         f"{settings.max_num_seqs} requests per step; prefix cache: "
         f"{f'off, because {no_prefix}' if no_prefix else kept}",
         f"memory   {memory_line(engine, stats)}",
-        *([f"ranks    {ranks_line(stats)}"] * bool(stats.get("ranks"))),
-        *([f"experts  {experts_line(stats)}"] * bool(stats.get("experts"))),
+        *([f"ranks    {ranks_line(stats)}"] if stats.get("ranks") else []),
+        *([f"experts  {experts_line(stats)}"] if stats.get("experts") else []),
         f"policy   {config.policy}, preempts at: {settings.preempt_at}, longest segment "
         f"{settings.max_segment_ms:g} ms; it stops {kernels.get('stops', 'between stages')}",
         *(
