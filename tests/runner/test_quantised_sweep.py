@@ -57,10 +57,10 @@ def code_of(weight: Tensor) -> str:
 class Packed(Experts):
     """Experts of a bank, packed in 4 bits."""
 
-    def __init__(self, num: int, width: int, hidden: int, *more: Any) -> None:
+    def __init__(self, num: int, width: int, hidden: int, *more: Any, cut: Any) -> None:
         up, down = torch.zeros(2 * width, hidden), torch.zeros(hidden, width)
         formats = Formats(rounded(up, "u4"), rounded(down, "e2m1"))
-        super().__init__(num, width, hidden, *more, formats=formats)
+        super().__init__(num, width, hidden, *more, formats=formats, cut=cut)
 
     def pack(self, expert: int, up: Any, down: Any) -> None:
         super().pack(expert, rounded(up, "u4"), rounded(down, "e2m1"))
