@@ -404,7 +404,7 @@ def test_the_window_of_laps_ends_when_the_next_prompt_is_not_worth_the_wait(
 
 
 def test_laps_does_not_wait_when_short_prompts_are_rare() -> None:
-    world = world_of(Laps(window_ms=7))
+    world = world_of(Laps(short_tokens=64, window_ms=7))
     for ms in (0, 200, 400):
         world.submit(BE, 30, 1, at_ns=ms * NS_PER_MS)
     world.run()
@@ -433,11 +433,12 @@ def test_a_long_prompt_stays_long_to_its_end() -> None:
     """Its last chunk has as many tokens as a short prompt, and shares no step with one."""
     world = world_of(Laps(short_tokens=64, chunk_tokens=100, window_ms=0))
     long = world.submit(BE, 330, 1)
-    for i in range(12):
+    for i in range(60):
         world.submit(LS, 30, 1, at_ns=(1 + 3 * i) * NS_PER_MS)
     world.run()
     steps = [{row.request_id for row in rows} for rows in planned(world)]
     assert [ids for ids in steps if long in ids] == [{long}] * 4
+    assert world.scheduler.policy._begun == set()  # forgotten
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def test_an_engine_is_told_before_its_answer_is_prepared() -> None:
         config = SimpleNamespace(objectives={}, comment_s=1.0, stalled_client_s=1.0)
         config.silence_timeout_s = None
         told = SimpleNamespace(headers=lambda _: {})
-        front: Any = SimpleNamespace(config=config, open=opened, told=told)
+        front: Any = SimpleNamespace(config=config, open=opened, told=told, headers=dict)
         front.rule_of = lambda _: NO_RULE
         body = SimpleNamespace(stream=True, service_tier=None, asked_class=lambda: None)
         body.all_unserved = []
