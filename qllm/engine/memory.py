@@ -71,6 +71,9 @@ class Claim:
                 error,
             )
             self.close()
+        except BaseException:
+            self.close()  # other engines read the file of a claim that is held
+            raise
 
     @contextmanager
     def others(self) -> Iterator[Others]:

@@ -146,7 +146,7 @@ def test_what_layers_leave_free_becomes_kv(tmp_path: Path, monkeypatch: pytest.M
         flags = ["--model", str(folder), "--depth", depth, "--memory", str(budget)]
         sizes = [flag for name in SIZES for flag in ("--set", f"{name}=none")]
         with monkeypatch.context() as patch:  # a command of its own holds less than these tests
-            patch.setattr(memory, "held_bytes", lambda: Held(200 << 20, 0))
+            patch.setattr(memory, "held_bytes", lambda *_: Held(200 << 20, 0))
             done = CliRunner().invoke(app, ["doctor", *flags, *sizes])
         assert done.exit_code == 0, done.output
         said = " ".join(done.stdout.split())

@@ -132,6 +132,22 @@ def test_memory_that_an_engine_has_taken_is_not_counted_twice(tmp_path: Path, ot
     mine.close()
 
 
+def test_a_claim_that_fails_halfway_leaves_no_file_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(pid: object = "self") -> None:
+        raise RuntimeError("no such process")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "held_bytes", failing)
+        with pytest.raises(RuntimeError, match="no such process"):
+            Claim("cpu", tmp_path)
+    other = Claim("cpu", tmp_path)
+    with other.others() as found:
+        assert found == Others()
+    other.close()
+
+
 def test_a_folder_that_cannot_be_used_is_said_and_harms_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
