@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bench.report_layout import wrapped
-from bench.report_lines import ROOT
+from bench.report_lines import ROOT, with_mark
 
 PAGE = ROOT / "docs" / "papers.md"
 CLAIM = re.compile(r"^- \*\*(\w+)\*\*.*?(?=^- \*\*|\n\n|\Z)", re.M | re.S)
@@ -93,11 +93,10 @@ def elsewhere(documents: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return the table of rows of other results about a claim."""
     lines = ["", "## Rows of other results", ""]
     lines += ["| claim | measured | target | result |", "|---|---|---|---|"]
-    marks = {True: ", reached", False: ", **missed**", None: ""}
     for claim, (name, pattern) in ELSEWHERE.items():
         for row in rows_of(documents.get(name, {})):
             if re.search(pattern, row.name):
-                target = f"{row.target}{marks[row.reached]}"
+                target = with_mark(row.target, row.reached)
                 cells = (f"{claim}, {row.name}", row.value, target, name)
                 lines.append("| " + " | ".join(str(c).replace("|", "\\|") for c in cells) + " |")
     return lines

@@ -13,6 +13,11 @@ def mark(ok: bool | None) -> str:
     return {True: "reached", False: "**missed**", None: ""}[ok]
 
 
+def with_mark(target: str, reached: bool | None) -> str:
+    """Return a target with its mark behind it."""
+    return ", ".join(filter(None, (target, mark(reached))))
+
+
 def cell(text: str) -> str:
     """Return a text as a cell of a table."""
     return text.strip().replace("|", "\\|")

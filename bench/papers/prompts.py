@@ -4,9 +4,7 @@ import random
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from heapq import heappop, heappush
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -137,8 +135,7 @@ def _laps_rows(name: str, found: Mapping[str, list[dict[str, Any]]], how: str) -
 # prompts in pieces
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Due:
+class Due(NamedTuple):
     """A piece of a streaming prompt and its time."""
 
     at_s: float
@@ -148,17 +145,14 @@ class Due:
 
 def stream(engine: QLLMEngine, requests: Sequence[RequestSpec], corpus: Sequence[int]) -> list[Any]:
     """Send prompts piece by piece at their times; return the handles of all answers."""
-    due: list[Due] = []
-    for number, request in enumerate(requests):
-        pieces = request.pieces or (None,)
-        for i, piece in enumerate(pieces):
-            after_s = 0.0 if piece is None else piece.after_s
-            heappush(due, Due(request.at_s + after_s, number, i))
+    due = sorted(
+        Due(request.at_s + (piece.after_s if piece else 0.0), number, i)
+        for number, request in enumerate(requests)
+        for i, piece in enumerate(request.pieces or (None,))
+    )
     open_ones: dict[int, Any] = {}
     handles, start = [], time.monotonic()
-    while due:
-        at_s, number, i = (getattr(due[0], name) for name in ("at_s", "number", "piece"))
-        heappop(due)
+    for at_s, number, i in due:
         time.sleep(max(0.0, start + at_s - time.monotonic()))
         request = requests[number]
         rng = random.Random(f"{request.name} {i}")

@@ -11,9 +11,9 @@ import numpy as np
 from bench.common import Estimate, estimate, median, paired, quantile
 from bench.energy import per_ktok
 from bench.papers.rows import PRINTED, QLLM, Claim, Row, Scale, World
-from bench.papers.servers import rows_of_server
+from bench.papers.servers import home_of, rows_of_server
 from bench.policies.live import Setting, Timing, run_requests
-from bench.serving.servers import InstallError
+from bench.serving.servers import PEERS, InstallError
 from qllm.plugins import installed_policies
 from qllm.sim.presets import preset
 from qllm.types import Priority, Slo
@@ -174,7 +174,7 @@ def rate_rows(world: World) -> list[Row]:
     failed = {}
     for arm in world.scale.arms:
         try:
-            rows_of_server(world, arm, [], world.scale.timing, slo)
+            home_of(world, PEERS[arm])
         except InstallError as error:
             failed[arm] = str(error)
     arms = [arm for arm in world.scale.arms if arm not in failed]

@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 from bench.common import Estimate
 from bench.policies.live import Bench, Timing
+from bench.report_lines import with_mark
 from qllm.workloads.capacity import Capacity
 
 QLLM = "QLLM, arXiv:2503.09304 (A100, Mixtral 4-bit, against HF TGI)"
@@ -213,11 +214,10 @@ def losing(parts: Mapping[str, Any]) -> list[str]:
 def markdown(document: Mapping[str, Any]) -> list[str]:
     """Return the table of a result: claim, paper, here, target, how."""
     lines = ["| claim | paper | here | target | how measured |", "|---|---|---|---|---|"]
-    marks = {True: ", reached", False: ", **missed**", None: ""}
     for part in document["parts"].values():
         for row in part["rows"]:
             here = row["here"] if row["here"] is not None else f"not measured: {row['why_not']}"
-            target = f"{row.get('target', 'none')}{marks[row.get('reached')]}"
+            target = with_mark(row.get("target", "none"), row.get("reached"))
             how = f"{row['how']}; {part['at']}, commit {part['commit']}"
             cells = (row["claim"], f"{row['paper']} ({row['source']})", here, target, how)
             lines.append("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")

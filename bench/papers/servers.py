@@ -65,15 +65,10 @@ def rows_of_server(
 ) -> dict[str, Any]:
     """Serve requests by a server; return what `bench.policies.live.run_requests` returns of them.
 
-    Without requests, only check that the server is installed.
-
     Raises:
         InstallError: The peer is not there.
     """
     peer = PEERS[arm]
-    home_of(world, peer)
-    if not requests:
-        return {}
     with started(world, peer, requests) as server:
         arrivals = with_tokens(requests, world.bench.corpus)
         served = send_http(server, arrivals, timing.total_s)

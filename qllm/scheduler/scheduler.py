@@ -301,7 +301,7 @@ class Scheduler:
 
     def _yielding(self, plan: Plan, view: View) -> Plan:
         """Shorten a plan for BE's share, and for LS work of other engines on the same cores."""
-        if not is_be_alone(plan, view):
+        if not self.pressure.is_on or not is_be_alone(plan, view):
             return self.be_share.cut(plan, view)
         if not self.pressure.holds(view.now_ns):
             return self.pressure.cut(self.be_share.cut(plan, view))

@@ -184,7 +184,7 @@ def test_too_little_memory_to_pack_an_expert_is_refused_before_anything_is_writt
     with pytest.raises(ConfigError, match=wanted) as caught:
         from_folder(folder, tmp_path / "experts", **least)
     assert not (tmp_path / "experts").exists()
-    enough = int(re.search(wanted, str(caught.value))[1])  # type: ignore[index]
+    (enough,) = map(int, re.findall(wanted, str(caught.value)))
     from_folder(folder, tmp_path / "experts", max_expert_bytes=enough).close()
     with from_folder(folder, tmp_path / "experts", **least) as engine:
         assert engine.stats()["experts"]["slots"] == 4

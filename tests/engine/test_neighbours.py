@@ -134,7 +134,7 @@ def test_the_pressure_of_an_engine_ends_with_it(group: Group, how: str) -> None:
 
 
 def test_an_engine_that_reads_nothing_is_told_the_state_later(group: Group) -> None:
-    """It stands still, so its buffer gets full: nobody waits, and the last state arrives."""
+    """Fill the buffer of an engine that stands still. The sender does not wait for it."""
     own = group.join()
     still = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     still.connect(str(own._file))

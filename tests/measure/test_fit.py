@@ -1,4 +1,4 @@
-"""What a model takes before its experts are loaded: the numbers of an engine that has loaded it."""
+"""The sizes of a model, counted before its experts are loaded, equal those of a loaded engine."""
 
 import os
 from collections import Counter

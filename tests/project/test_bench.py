@@ -196,7 +196,7 @@ def test_the_slo_of_the_paper_is_scaled_by_the_decode_step() -> None:
 
     def of(output_tokens_per_s: float) -> float:
         capacity = Capacity(prefill_tokens_per_s=1e3, output_tokens_per_s=output_tokens_per_s)
-        world = World(scale=QUICK, settings={}, _bench=object(), _capacity=capacity)  # type: ignore[arg-type]
+        world = World(scale=QUICK, settings={}, _capacity=capacity)
         slo = rates.slo_of(world)
         assert slo.tpot_ms is None
         assert slo.ttft_ms is not None
@@ -215,7 +215,7 @@ def test_a_window_has_its_number_of_ls_requests() -> None:
     from qllm.workloads.capacity import Capacity
 
     capacity = Capacity(prefill_tokens_per_s=1500, output_tokens_per_s=400)
-    world = World(scale=FULL, settings={}, _bench=object(), _capacity=capacity)  # type: ignore[arg-type]
+    world = World(scale=FULL, settings={}, _capacity=capacity)
     for load in FULL.loads:
         mix, timing = rates.workload_of(world, load)
         counted = [

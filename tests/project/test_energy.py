@@ -1,6 +1,7 @@
 """The energy counter of benches: packages are added, parts are not, and a restart is seen."""
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -67,14 +68,16 @@ def test_joules_are_per_thousand_tokens_over_all_runs() -> None:
     assert per_ktok(runs) == "10 J per 1,000 computed tokens"
 
 
-def pass_of(frame_id: int, tokens: int, layers: int, why: str) -> list[Event]:
+def pass_of(
+    frame_id: int, tokens: int, layers: int, why: Literal["done", "stopped"]
+) -> list[Event]:
     row = Row(1, 0, tokens, 0, layers)
     planned = Planned(
         at_ns=0, frame_id=frame_id, rows=(row,), grain=Grain.EXPERT, stop_below=0
     )  # fmt: skip
     ran = Ran(
         start_ns=0, at_ns=1, frame_id=frame_id, start=START, end=START, segments=1,
-        why=why,  # type: ignore[arg-type]
+        why=why,
     )  # fmt: skip
     return [planned, ran]
 

@@ -73,7 +73,7 @@ def test_be_runs_at_once_when_the_pressure_ends(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_ls_of_the_engine_itself_is_never_held(name: str) -> None:
-    """What LS gets, it gets at the same times as without pressure."""
+    """LS tokens come at the same times as without pressure."""
 
     def ends(is_on: bool) -> list[tuple[int, int]]:
         world = world_of(name)

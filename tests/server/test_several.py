@@ -52,7 +52,7 @@ def several(place: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 
 def solo(served: Serving, model: str, prompt: Any, max_tokens: int = 8) -> Any:
-    """What the engine of a model says by itself."""
+    """Return the answer of the model's own engine, asked alone."""
     engine = served.front.of(model).engine
     return engine.submit(prompt, "LS", max_tokens, temperature=0).result(60)
 
@@ -239,10 +239,10 @@ def test_kill_9_of_any_engine_changes_no_answer(several: Serving, dies: str) -> 
     while several.metric("qllm:requests_replayed_total", dies) == before:  # until one is hit
         engine = front.engine
         clients = ask_each(several)
-        wait_for(lambda: all(client.has_begun for client in clients))  # noqa: B023
+        wait_for(lambda asked=clients: all(client.has_begun for client in asked))
         os.kill(pid_of(engine), signal.SIGKILL)
         assert [client.answer() for client in clients] == expected
-        wait_for(lambda: front.engine is not engine and front.unavailable() is None, 60)  # noqa: B023
+        wait_for(lambda old=engine: front.engine is not old and front.unavailable() is None, 60)
     for name in set(NAMES) - {dies}:
         assert several.metric("qllm:requests_replayed_total", name) == others[name]
 

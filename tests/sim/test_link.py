@@ -1,5 +1,7 @@
 """KV over the link of a simulated machine: both directions at once, and passes that wait for it."""
 
+from dataclasses import replace
+
 import pytest
 
 from qllm.plan import ModelShape, Plan, Row
@@ -13,16 +15,16 @@ from qllm.types import SamplingParams
 SHAPE = ModelShape(2, 8, 2, (True, True), 97, 4096)
 OUT_NS, IN_NS = 1_000, 3_000
 """Times of one token's copy out and back."""
+COSTS = SimCosts(out_token_ns=OUT_NS, in_token_ns=IN_NS)
 TOKENS = 10
 
 
 class Link:
     """A simulated runner of three requests, whose first two hold KV of ten tokens."""
 
-    def __init__(self, **costs: float) -> None:
+    def __init__(self, costs: SimCosts = COSTS) -> None:
         self.clock = VirtualClock()
-        sizes = {"out_token_ns": OUT_NS, "in_token_ns": IN_NS, **costs}
-        self.runner = SimRunner(SHAPE, self.clock, SimCosts(**sizes))  # type: ignore[arg-type]
+        self.runner = SimRunner(SHAPE, self.clock, costs)
         for request_id in range(3):
             self.runner.add(request_id, [1] * (TOKENS + 1), SamplingParams(seed=0), TOKENS, 64)
         self.runner.refer(0, [0], TOKENS)
@@ -83,14 +85,14 @@ def test_a_pass_with_other_blocks_does_not_wait() -> None:
 
 
 def test_without_a_link_moves_take_no_time() -> None:
-    link = Link(out_token_ns=0, in_token_ns=0)
+    link = Link(SimCosts())
     link.runner.swap_out(0)
     link.runner.swap_in(0, [0])
     assert link.begin_ns(0, [0]) == 0
 
 
 def test_a_move_that_blocks_the_machine_is_paid_in_addition() -> None:
-    link = Link(move_token_ns=7)
+    link = Link(replace(COSTS, move_token_ns=7))
     link.runner.swap_out(0)
     assert link.clock.at_ns == TOKENS * 7
 

@@ -139,11 +139,7 @@ class ExpertWaits:
 
     def stats(self) -> dict[str, Any]:
         """Return the statistics of reads. Callable from any thread."""
-        residency = self._residency
         return {
-            "resident": residency.num_resident,
-            "slots": residency.num_slots,
-            "experts": residency.num_experts,
             "waiting": sum(ticket.is_waiting for ticket in list(self._tickets.values())),
             "failure": self.failure,
             **{name: dict(counts) for name, counts in self._counts.items()},
