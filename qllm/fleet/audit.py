@@ -106,12 +106,22 @@ def num_differing(
         raise ValueError(
             f"{len(scores)} scores for {len(token_ids)} tokens, {begin} of them the prompt"
         )
-    differing = 0
-    for token_id, score in zip(token_ids[begin:], scores[begin:], strict=True):
+    pairs = zip(token_ids[begin:], choices(scores, begin), strict=True)
+    return len(token_ids) - begin, sum(token_id != choice for token_id, choice in pairs)
+
+
+def choices(scores: Sequence[Logprobs | None], begin: int) -> list[int]:
+    """Return the tokens that a model that read a text would choose, from position `begin` on.
+
+    Raises:
+        ValueError: The scores have no alternatives.
+    """
+    found = []
+    for score in scores[begin:]:
         if score is None or not score.top:
             raise ValueError("an audit needs the most likely token of every position")
-        differing += score.top[0][0] != token_id
-    return len(token_ids) - begin, differing
+        found.append(score.top[0][0])
+    return found
 
 
 class Audits:

@@ -300,6 +300,15 @@ class Handle:
         with self._changed:
             return tuple(s.token_id for s in self._sampled)
 
+    def confidences(self, begin: int = 0) -> tuple[float, ...]:
+        """Return the confidences of the tokens so far, from token `begin` on.
+
+        They are empty without `SamplingParams.confidence`.
+        """
+        with self._changed:
+            new = self._sampled[begin:]
+            return tuple(s.confidence for s in new if s.confidence is not None)
+
     @property
     def has_ended(self) -> bool:
         """True once the engine has finished the request, so that `result` returns at once."""

@@ -264,6 +264,15 @@ class RingClient(Client):
             self._forget(request_id)
             raise
 
+    def let_go(self, request_id: RequestId) -> None:
+        """Drop a request without an end, because it goes on at another engine.
+
+        Only the thread that delivers tokens may call this, between two tokens: later tokens of this
+        engine are ignored.
+        """
+        self._forget(request_id)
+        self.cancel(request_id)
+
     def cancel(self, request_id: RequestId) -> None:
         if self._over is None:
             self._front_end.cancel(Cancel(request_id))

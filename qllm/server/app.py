@@ -31,6 +31,7 @@ from qllm.server.prompts import ndjson as streamed_body
 from qllm.server.prompts import routes as prompt_routes
 from qllm.server.prompts.store import StreamingPrompts
 from qllm.server.requests.front import Front
+from qllm.server.requests.lossy import LossyFronts
 from qllm.server.requests.shortcut import Shortcut
 from qllm.server.state.response_store import ResponseStore
 from qllm.server.state.store import Store
@@ -79,11 +80,18 @@ class _State:
         await self.responses.background.close()
 
 
-async def _close(supervisors: Sequence[Supervisor], state: _State | None, front: Front) -> None:
+async def _close(
+    supervisors: Sequence[Supervisor],
+    state: _State | None,
+    lossy: LossyFronts | None,
+    front: Front,
+) -> None:
     for supervisor in supervisors:
         await supervisor.close()
     if state is not None:
         await state.close()
+    if lossy is not None:
+        await lossy.close()
     for one in front.all:
         await one.close()
     if state is not None:
@@ -115,8 +123,7 @@ def create_app(
     models = [Model(engine, config, make, load_s), *also]
     fronts = _fronts(models, {rule.caller: rule for rule in rules})
     front, metrics = fronts[0], fronts[0].metrics
-    if config.auto:
-        _check_auto(fronts)
+    lossy = _choices(fronts, models)
     prompts = StreamingPrompts(front)
     log = access.Log() if config.access_log else None
 
@@ -137,7 +144,7 @@ def create_app(
             yield
         finally:
             prompts.close()
-            await _close(supervisors, state, front)
+            await _close(supervisors, state, lossy, front)
             if log is not None:
                 log.write()
 
@@ -188,6 +195,29 @@ def _check_auto(fronts: Sequence[Front]) -> None:
                     f"{other.model_name!r}: they have another {what}, so a text would be cut into "
                     "other tokens; leave auto out, and name the model in each request"
                 )
+
+
+def _choices(fronts: Sequence[Front], models: Sequence[Model]) -> LossyFronts | None:
+    """Check the models of `auto`; make the owner of lossy answers if allowed, and tell each front.
+
+    Raises:
+        ConfigError: Models do not go with `auto`. For lossy answers: a model has no profile, none
+            is whole, or an engine cannot be made again.
+    """
+    config = fronts[0].config
+    if config.auto:
+        _check_auto(fronts)
+    if not config.lossy:
+        return None
+    if any(model.make is None for model in models):
+        raise ConfigError(
+            "lossy=True needs engines that the server can make again, because an open answer "
+            "waits for its candidate's next engine"
+        )
+    found = LossyFronts(fronts, config)
+    for front in fronts:
+        front.lossy = found
+    return found
 
 
 def _template_of(tokenizer: Any) -> Any:

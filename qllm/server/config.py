@@ -45,6 +45,17 @@ class ServerConfig(BaseModel):
     auto: bool = False
     """True to let requests name the model "auto": the server then chooses among the models that
     are whole. They need one tokenizer and one chat template (docs/guides/several-engines.md)."""
+    lossy: bool = False
+    """True to serve requests with `lossy: true` and the model "auto" by models that are cut, as far
+    as audits show that few tokens differ. Needs `auto` (docs/guides/depths.md)."""
+    max_disagreement: float = Field(0.02, gt=0, lt=1)
+    """Most part of the tokens of lossy answers that may differ from the whole model's; audits
+    measure it."""
+    audit_share: float = Field(0.05, gt=0, le=1)
+    """Part of the lossy answers that the whole model reads, as BE, after they were sent."""
+    depth_profile: Path | None = None
+    """File of `qllm profile --depths` for the first model; by default it lies beside the weights.
+    """
     served_model_name: tuple[str, ...] = ()
     """Names of the model for clients, one string or several; by default `model`. Answers contain
     the first."""
@@ -319,6 +330,8 @@ HANDOVER_GIB = 1.0
 """Default `handover_gib` of engines that prefill or decode."""
 OF_FLEETS = ("route", "rebalance_s")
 """Settings that need several engines."""
+OF_LOSSY = ("max_disagreement", "audit_share", "depth_profile")
+"""Settings that need `lossy`."""
 OF_ENGINES = ("policy", "policy_settings", "engine", "dtype", "device", "threads", "hang_s")
 """Settings that do not apply to a front end."""
 
@@ -351,6 +364,16 @@ def _check_also(config: ServerConfig) -> None:
     Raises:
         ConfigError: A model is spelled wrongly, two have one name, or a setting needs one model.
     """
+    if config.lossy and not config.auto:
+        raise ConfigError('lossy=True serves requests for the model "auto"; give auto=True too')
+    if config.lossy and config.role != "all":
+        raise ConfigError(
+            f"lossy=True with role={config.role!r}: profiles lie beside the weights, and a front "
+            "end has none; serve the models with role='all'"
+        )
+    for name in OF_LOSSY:
+        if name in config.model_fields_set and not config.lossy:
+            raise ConfigError(f"{name} is a setting of lossy answers; give lossy=True too")
     if not config.also:
         if config.auto:
             raise ConfigError("auto=True chooses among models; name further ones as also")

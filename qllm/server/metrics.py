@@ -164,6 +164,7 @@ class Metrics:
         self._make_passes()
         self._make_kept()
         self._make_time()
+        self._make_losses()
         self._of_class = {p.name: _OfClass(self, p.name) for p in Priority}
 
     def _make_passes(self) -> None:
@@ -267,6 +268,30 @@ class Metrics:
         }
         self._time_before: dict[str, float] = dict.fromkeys(self._time, 0)
         self._min_be_share = self._gauge("min_be_share", "Least part of the time of BE, 0 to 1")
+
+    def _make_losses(self) -> None:
+        """Make the metrics of lossy answers, of the candidate that is this model."""
+        made = {
+            name: self._counter(f"lossy_{name}", text)
+            for name, text in (
+                ("requests", "Lossy answers whose last token this model chose"),
+                ("tokens", "Tokens of lossy answers that this model chose"),
+                ("switches", "Open lossy answers that moved to this model"),
+                ("audits", "Lossy answers in which this model's tokens were audited"),
+                ("audited_tokens", "Tokens of this model in audits"),
+                ("differing_tokens", "Tokens in audits that the whole model would not choose"),
+            )
+        } | {
+            name: self._gauge(f"lossy_{name}", text)
+            for name, text in (
+                ("open", "1 if lossy answers may be this model's, else 0"),
+                ("disagreement_bound", "Upper bound (95 %) of its tokens that differ, 0 to 1"),
+            )
+        }
+        self.losses: dict[str, Any] = {
+            name: each.labels(self._model) for name, each in made.items()
+        }
+        """Collectors of lossy answers, by name."""
 
     def _make_kept(self) -> None:
         """Make the metrics of what comes and goes: experts, cached and swapped KV."""

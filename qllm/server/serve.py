@@ -25,6 +25,7 @@ from qllm.server.ops.banner import banner, warnings
 from qllm.server.ops.run import make_server
 from qllm.server.ops.supervisor import PERIOD_S, Restarts, given_up
 from qllm.server.requests.front import Front
+from qllm.server.requests.lossy import entries_of
 from qllm.server.tools.choose import check_name
 from qllm.several import new_group, refuse_too_large
 
@@ -102,6 +103,8 @@ def make_engines(config: ServerConfig) -> list[Model]:
         shared = {"shared_cores": new_group(), **config.engine}
         config = config.model_copy(update={"engine": shared})
     configs = [config, *config.further]
+    if config.lossy:
+        entries_of(configs)  # before the first load
     if config.also and config.role != "frontend":
         refuse_too_large(
             [Named(c.model_name, c.model, c.engine.get("depth")) for c in configs],
@@ -235,6 +238,8 @@ def serve(config: ServerConfig) -> None:
         for model in (first, *others):
             for line in banner(model.engine, model.config, model.load_s):
                 LOG.info(line)
+        for line in () if front.lossy is None else front.lossy.lines():
+            LOG.info(line)
         LOG.info("%s at %s://%s:%d", ", ".join(front.names), scheme, host, port)
         # uvicorn drains at SIGTERM, then raises SIGTERM again: by then no request is left
         before = signal.signal(signal.SIGTERM, lambda *_: None)

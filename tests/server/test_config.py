@@ -46,6 +46,7 @@ def test_every_setting_can_come_from_every_source(tmp_path: Path) -> None:
         "max_header_bytes": 2048, "max_prompt_bytes": 2048,
         "role": "engine", "listen": "a:1", "engine_address": "a:1",
         "also": ("tiny@2", "b=tiny@3"), "auto": True,
+        "lossy": True, "max_disagreement": 0.5, "audit_share": 0.5,
         "profile": "shm", "ssl_cert_reqs": "required", "access_log": False,
         "objectives": {"batch": "BE"}, "ray": {"replicas": 2},
     }  # fmt: skip
@@ -53,10 +54,14 @@ def test_every_setting_can_come_from_every_source(tmp_path: Path) -> None:
         "role": {"listen": "a:1"}, "listen": {"role": "engine"},
         "engine_address": {"role": "frontend"}, "route": {"engine_address": "a:1,b:1"},
         "rebalance_s": {"engine_address": "a:1,b:1"}, "auto": {"also": ["tiny@2"]},
+        **{
+            name: {"also": ["tiny@2"], "auto": True, **({} if name == "lossy" else {"lossy": True})}
+            for name in ("lossy", "max_disagreement", "audit_share", "depth_profile")
+        },
     }  # fmt: skip
     for name, field in ServerConfig.model_fields.items():
         value = examples.get(name, 7 if "int" in str(field.annotation) else "7")
-        if "float" in str(field.annotation):
+        if "float" in str(field.annotation) and name not in examples:
             value = 7.5
         beside = companions.get(name, {})
         expected = load_config(None, {}, {"model": "tiny", name: value, **beside})
@@ -199,6 +204,8 @@ def test_a_file_that_cannot_be_used_is_named_with_its_setting(name: str, tmp_pat
         words += ["--role", "engine", "--listen", "127.0.0.1:0"]
     if name in ("ssl_keyfile", "ssl_ca_certs"):
         words += ["--ssl-certfile", gone]
+    if name == "depth_profile":
+        words += ["--lossy", "true", "--auto", "true", "--also", "tiny@2"]
     with patch("qllm.server.serve.QLLMEngine.from_pretrained", lambda *_, **__: MagicMock()):
         done = CliRunner().invoke(app, words)
     assert done.exit_code == 2

@@ -447,7 +447,9 @@ def test_lossy_answers_are_refused(several: Serving) -> None:
     for path, asked in bodies(4).items():
         answer = several.post(path, {**asked, "model": "tiny", "lossy": True})
         assert answer.status_code == 400
-        assert "does not allow lossy answers" in answer.json()["error"]["message"]
+        is_served = "completions" in path
+        text = "does not allow lossy answers" if is_served else "/v1/completions alone"
+        assert text in answer.json()["error"]["message"]
         plain = several.post(path, {**asked, "model": "tiny", "lossy": False})
         assert plain.status_code == 200
         assert "x-qllm-ignored" not in plain.headers
@@ -456,6 +458,7 @@ def test_lossy_answers_are_refused(several: Serving) -> None:
 def test_auto_is_no_name_where_it_is_off(several: Serving) -> None:
     answer = several.post(COMPLETIONS, {"model": "auto", "prompt": "a"})
     assert answer.status_code == 404
+    assert "start the server with --auto true" in answer.json()["error"]["message"]
 
 
 def test_auto_between_other_tokenizers_is_refused_at_the_start(place: str) -> None:

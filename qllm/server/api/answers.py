@@ -23,7 +23,7 @@ from qllm.server.http.connection import Presence
 from qllm.server.http.errors import ApiError, logged
 from qllm.server.http.headers import header
 from qllm.server.http.lines import on_one_line
-from qllm.server.requests.ask import Ask, Sends, check_alone
+from qllm.server.requests.ask import Ask, LossyAnswers, Sends, check_alone
 from qllm.server.requests.auto import choose
 from qllm.server.requests.front import Front
 from qllm.server.requests.open_answer import Answer, Comment
@@ -40,6 +40,7 @@ CLIENT_GONE = 499
 LEAST_LOGPROB = -9999.0
 """Smallest log-probability shown, the same as in vLLM."""
 
+_NOTHING: Mapping[str, Any] = {}
 _T = TypeVar("_T")
 _log = logging.getLogger("qllm.server")
 
@@ -209,6 +210,12 @@ class Writer(ABC):
         """Return the tokens of the answer so far."""
         return answer.usage()
 
+    @staticmethod
+    def models(answer: Answer) -> dict[str, Any]:
+        """Return the field that names the candidates of a lossy answer; empty for an exact one."""
+        course = answer.course
+        return {} if course is None else {"system_fingerprint": f"lossy:{course}"}
+
     @abstractmethod
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
         """Return a choice of a stream that grows by a piece."""
@@ -269,7 +276,7 @@ async def complete(answer: Answer, writer: Writer) -> dict[str, Any]:
             whole = writer.whole(index, made[index], item)
             said = writer.of_prompt(index) if writer.has_prompts_in_choices else {}
             choices[index] = {**whole, **ids, **said}
-    body = writer.envelope(writer.kind, choices)
+    body = {**writer.envelope(writer.kind, choices), **writer.models(answer)}
     return {**body, "usage": writer.usage(answer), **writer.beside()}
 
 
@@ -301,8 +308,8 @@ async def _events(
 ) -> AsyncIterator[str]:
     beside = writer.beside()
 
-    def wrap(choices: list[dict[str, Any]]) -> str:
-        body = {**writer.envelope(writer.chunk_kind, choices), **beside}
+    def wrap(choices: list[dict[str, Any]], said: Mapping[str, Any] = _NOTHING) -> str:
+        body = {**writer.envelope(writer.chunk_kind, choices), **beside, **said}
         beside.clear()
         if options.continuous_usage_stats:
             body["usage"] = writer.usage(answer)
@@ -313,7 +320,8 @@ async def _events(
     def shown(index: int, item: Piece | FinishReason | Comment) -> str:
         if isinstance(item, Comment):
             return f": {item.text}\n\n"
-        return wrap([writer.choice(index, item)])
+        is_last = isinstance(item, FinishReason)
+        return wrap([writer.choice(index, item)], writer.models(answer) if is_last else _NOTHING)
 
     for index in range(len(answer.handles)):
         if opening := writer.opening(index):
@@ -321,7 +329,7 @@ async def _events(
     async for index, item in answer.pieces(silence_s):
         yield await writer.made(answer, shown, index, item)
     if options.include_usage:
-        body = writer.envelope(writer.chunk_kind, [])
+        body = {**writer.envelope(writer.chunk_kind, []), **writer.models(answer)}
         yield event({**body, "usage": writer.usage(answer)})
     yield "data: [DONE]\n\n"
 
@@ -444,12 +452,33 @@ def front_of(request: Request, front: Front, body: Any) -> Front:
     Raises:
         ApiError: No model has the name, or no model has room for the request.
     """
+    if body.lossy:
+        found: Front = _lossy_of(front, body).pick(_answer_of(body))
+        return found
     if body.model != AUTO:
         return front.of(body.model)
     wanted = wanted_class(request, body.asked_class(), front)
     text = header(request.scope, "content-length") or ""
     num_bytes = int(text) if re.fullmatch("[0-9]{1,15}", text, re.ASCII) else body.num_bytes
     return choose(front, body.model, wanted, num_bytes, _answer_of(body))
+
+
+def _lossy_of(front: Front, body: Any) -> LossyAnswers:
+    """Return the owner of lossy answers.
+
+    Raises:
+        ApiError: 400, the server allows none, or the body names a model.
+    """
+    if (found := front.lossy) is None:
+        why = (
+            "this server does not allow lossy answers; leave it out, or name a model that is cut "
+            "(GET /v1/models lists depths)"
+        )
+    elif body.model != AUTO:
+        why = f"the server chooses the model, so model must be {AUTO!r}; or leave lossy out"
+    else:
+        return found
+    raise ApiError(400, f"lossy=true: {why}", param="lossy", code="lossy_not_allowed")
 
 
 def _answer_of(body: Any) -> int:
@@ -459,7 +488,19 @@ def _answer_of(body: Any) -> int:
 
 
 def chosen_for_batch(front: Front, body: Any) -> Front:
-    """Return the front of the model that the body of a batch line names, as `front_of` does."""
+    """Return the front of the model that the body of a batch line names, as `front_of` does.
+
+    Raises:
+        ApiError: No model has the name, or the line is lossy.
+    """
+    if body.lossy:
+        raise ApiError(
+            400,
+            "lossy=true: lines of batches are computed exactly; leave it out, or name a model that "
+            "is cut",
+            param="lossy",
+            code="lossy_not_allowed",
+        )
     return choose(front, body.model, Priority.BE, body.num_bytes, _answer_of(body))
 
 
@@ -525,6 +566,7 @@ async def respond(
             caller=caller,
             other_id=other_id,
             silence_timeout_s=front.config.silence_timeout_s,
+            lossy=front.lossy if body.lossy else None,
         )
         answer = await front.open(whose, wanted)
         try:
@@ -533,7 +575,7 @@ async def respond(
             headers = {
                 "x-request-id": renderer.answer_id,
                 **answer.served.headers(),
-                **front.headers(),
+                **({} if answer.course is not None else front.headers()),
                 **ignored,
             }
             if body.stream:
@@ -543,7 +585,10 @@ async def respond(
                     headers,
                     front.config.stalled_client_s,
                 )
-            return Whole(await renderer.body(answer), answer.close, headers)
+            whole = await renderer.body(answer)
+            if answer.course is not None:
+                headers["x-qllm-models"] = str(answer.course)
+            return Whole(whole, answer.close, headers)
         except BaseException:
             answer.close()
             raise

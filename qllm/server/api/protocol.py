@@ -144,6 +144,8 @@ class Structured(Body):
 class Generation(Asked):
     """The fields that completions and chats share."""
 
+    may_be_lossy = True
+
     @model_validator(mode="before")
     @classmethod
     def _is_there(cls, data: Any) -> Any:

@@ -151,8 +151,10 @@ def kind_of(value: Any) -> Any:
 class Asked(Open):
     """The body of a request for an answer."""
 
+    may_be_lossy: ClassVar[bool] = False
+    """True for bodies of routes that serve lossy answers."""
     lossy: bool | None = None
-    """True to allow answers of models that are cut, which may be worse. No server allows it yet."""
+    """True to allow answers of models that are cut, which may be worse (docs/guides/depths.md)."""
     _unserved: list[Unserved] = PrivateAttr(default_factory=list)
 
     @property
@@ -162,10 +164,10 @@ class Asked(Open):
 
     @model_validator(mode="after")
     def _find_unserved(self) -> Self:
-        if self.lossy:
+        if self.lossy and not self.may_be_lossy:
             raise ValueError(
-                "lossy=true: this server does not allow lossy answers; leave it out, or name a "
-                "model that is cut (GET /v1/models lists depths)"
+                "lossy=true is served by /v1/chat/completions and /v1/completions alone; leave it "
+                "out, or name a model that is cut (GET /v1/models lists depths)"
             )
         self._unserved = found(self)
         return self

@@ -8,8 +8,9 @@ from typing import Any, Protocol
 
 from qllm.errors import InvalidRequestError
 from qllm.frontend.detokenizer import MakeReading
+from qllm.frontend.handle import Handle
 from qllm.server.http.fields import Packed
-from qllm.types import Priority, Slo, StructuredOutputs
+from qllm.types import Priority, SamplingParams, Slo, StructuredOutputs
 
 MakeForm = Callable[[Any], StructuredOutputs]
 """Function that makes the grammar of an answer from the model's tokenizer."""
@@ -61,6 +62,8 @@ class Ask:
     """Second id of the request, next to `answer_id`, that the caller may use."""
     opened: Any = None
     """A streaming prompt (`prompts.store`), instead of prompts. Its class is already known."""
+    lossy: "LossyAnswers | None" = None
+    """Owner of the request's answer if it may lose; None computes it exactly."""
     replay: bool = True
     """True to resubmit the request to a new engine after a failure of the engine."""
     num_bytes: int = 0
@@ -102,6 +105,26 @@ class Ask:
         """
         has_tools = priority is Priority.LS and bool(self.template.get("tools"))
         return self.cache_ttl_s or (tool_ttl_s if has_tools else 0) or None
+
+
+class LossyAnswers(Protocol):
+    """Interface of the owner of lossy answers. `requests.lossy` implements it."""
+
+    def pick(self, max_tokens: int) -> Any:
+        """Return the front of the candidate that gets a request now."""
+        ...
+
+    def check(self, params: SamplingParams, num_choices: int, *, is_streamed: bool) -> None:
+        """Refuse a request whose answer no audit could judge."""
+        ...
+
+    def lines(self) -> list[str]:
+        """Return the lines for the log at start."""
+        ...
+
+    def begin(self, handle: Handle, max_tokens: int, front: Any) -> None:
+        """Follow an answer that was submitted just now."""
+        ...
 
 
 class Sends(Protocol):

@@ -22,7 +22,7 @@ from qllm.server.http.unknown import Told
 from qllm.server.metrics import Metrics
 from qllm.server.requests import texts
 from qllm.server.requests.apart import LONG, NICE, Apart, Given
-from qllm.server.requests.ask import TO_FIT, Ask, Served
+from qllm.server.requests.ask import TO_FIT, Ask, LossyAnswers, Served
 from qllm.server.requests.inline_submit import AtOnce
 from qllm.server.requests.open_answer import Answer
 from qllm.server.requests.text_work import TextWork
@@ -86,6 +86,8 @@ class Front:
         self._ids: set[tuple[str, str]] = set() if beside is None else beside._ids
         """Caller and id of each open request that its caller has named. Ids are unique per caller.
         """
+        self.lossy: LossyAnswers | None = None
+        """Owner of the server's lossy answers; None if it allows none."""
         self._settling: set[asyncio.Task[None]] = set()
         self._text = {priority: TextWork(priority.name) for priority in Priority}
         """Threads for text work per class, so that no LS prompt waits for the tokenising of BE
@@ -133,6 +135,8 @@ class Front:
             return next(front for front in self.all if front.is_whole)
         if (found := self._by_name.get(name)) is None:
             names = ", ".join(map(repr, self._by_name))
+            if name == AUTO and len(self.all) > 1:
+                names += ", or start the server with --auto true"
             raise ApiError(
                 404,
                 f"model {name!r:.200} is not served here; use {names}",
@@ -325,6 +329,10 @@ class Front:
     def _submit(self, engine: QLLMEngine, ask: Ask, priority: Priority) -> list[Handle]:
         """Tokenise and submit a request. Called on a thread of the request's class."""
         given = _keywords(engine, ask)
+        if (lossy := ask.lossy) is not None:
+            given["confidence"] = True
+            count = max(1, len(ask.prompts)) * ask.n
+            lossy.check(SamplingParams(**given), count, is_streamed=ask.opened is not None)
         handles: list[Handle] = []
         ttl_s = ask.ttl_s(priority, self.config.tool_ttl_s)
         if ask.opened is not None:
@@ -351,7 +359,9 @@ class Front:
                             reading=ask.reading,
                         )
                     )
-                    if ask.replay:
+                    if lossy is not None:
+                        lossy.begin(handles[-1], ask.max_tokens or 1, self)
+                    elif ask.replay:
                         self.keep(handles[-1])
                     first = handles[-1].prompt_token_ids
         except BaseException:

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, NamedTuple
 
 from qllm.errors import QllmError
+from qllm.fleet.lossy import Course
 from qllm.frontend.handle import Handle, Listener, Piece
 from qllm.server.http import access
 from qllm.server.http.errors import ApiError
@@ -155,7 +156,15 @@ class Answer:
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": rejected,
             }
+        if self.course is not None:
+            found["early_exit_tokens"] = self.course.num_early
         return found
+
+    @property
+    def course(self) -> Course | None:
+        """The candidates that computed a lossy answer; None for an exact one."""
+        log = self.handles[0].log if self.handles else None
+        return log if isinstance(log, Course) else None
 
     def close(self) -> None:
         """Cancel the choices that still run. Idempotent."""
