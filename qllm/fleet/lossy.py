@@ -281,10 +281,10 @@ class Lossy:
         before it too.
         """
         self._choice.costs.update(self._costs())
-        before, decision = self._choice.current, ask()
-        if decision.do is Do.STAY:
+        before, was_open = self._choice.current, self._choice.open
+        decision, is_open = ask(), self._choice.open
+        if decision.do is Do.STAY and is_open == was_open:
             return
-        is_open = self._choice.open
         for course in self._live():
             is_left = course.name == before and decision.do is Do.DEEPEN
             if is_left or course.name not in is_open:

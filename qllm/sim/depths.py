@@ -176,14 +176,17 @@ class _World:
 
     def follow(self, do: Do, name: str) -> None:
         """Move open requests to the candidate that serves now. Its KV of them is computed."""
-        if do is Do.STAY or self.choice is None:
+        if self.choice is None:
             return
-        self.changes += 1
+        is_open = self.choice.open
+        leave = [one for one in self.running if one.name not in is_open or do is Do.DEEPEN]
+        if do is Do.STAY and not leave:
+            return
+        self.changes += do is not Do.STAY
         self.load(name)
-        for one in self.running:
-            if one.name not in self.choice.open or do is Do.DEEPEN:
-                self.now_s += (one.asked.prompt + one.tokens) * self.speeds[name].token_s
-                one.name, one.moved = name, True
+        for one in leave:
+            self.now_s += (one.asked.prompt + one.tokens) * self.speeds[name].token_s
+            one.name, one.moved = name, True
         self.choice.costs.update(self.prices())
 
     def prices(self) -> dict[str, Cost]:

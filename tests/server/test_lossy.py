@@ -80,7 +80,7 @@ def open_all(choice: Choice) -> None:
 # -- switches
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("plan", PLANS)
 def test_an_answer_is_what_its_candidates_give_alone(served: Serving, plan: dict[int, str]) -> None:
     script = Script(plan)
@@ -179,15 +179,14 @@ def test_requests_that_are_cancelled_paused_and_moved_at_random_lose_nothing(
 
 
 def test_a_paused_request_moves_with_its_first_token_afterwards(served: Serving) -> None:
-    script = Script({0: CUT})
-    owner = follow(served, script)
+    owner = follow(served, Script({0: CUT}))
     handle, course = begun(served, CUT, "def area(", 200)
     wait_for(lambda: len(handle.token_ids) > 3)
     handle.pause()
     wait_for(lambda: handle.status.value == "paused")
-    script.plan = {script.num_counted + 1: WHOLE}
+    course.wanted = WHOLE
     num = len(handle.token_ids)
-    handle.update(paused=True)
+    handle.update(paused=True)  # reported to the course by this thread, which delivers no tokens
     assert len(course.spans) == 1
     handle.resume()
     result = handle.result(60)
@@ -197,7 +196,7 @@ def test_a_paused_request_moves_with_its_first_token_afterwards(served: Serving)
     wait_for(lambda: course not in owner._courses)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("after", range(1, 60, 2))
 def test_kill_9_of_the_engine_that_answers_keeps_what_the_answer_says(
     served: Serving, after: int
@@ -335,6 +334,19 @@ def test_a_candidate_over_the_bound_is_left_by_open_answers_at_once(
     assert course.spans[1].begin <= num + 2
     assert list(result.token_ids) == alone(served, str(course), result.prompt_token_ids, 300)
     assert CUT not in choice.open
+
+
+def test_open_answers_leave_a_closed_candidate_that_gets_no_new_requests(
+    served: Serving, choice: Choice
+) -> None:
+    open_all(choice)
+    owner: Any = served.front.lossy
+    handle, course = begun(served, DEEPER, "def area(", 300)
+    wait_for(lambda: len(handle.token_ids) > 4)
+    owner._lossy.audited(DEEPER, 1000, 900)
+    result = handle.result(60)
+    assert [span.name for span in course.spans] == [DEEPER, CUT]
+    assert list(result.token_ids) == alone(served, str(course), result.prompt_token_ids, 300)
 
 
 def test_a_request_for_a_candidate_that_closes_meanwhile_leaves_it(
