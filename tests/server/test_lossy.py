@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from qllm import SamplingParams
@@ -23,6 +25,7 @@ from qllm.server.config import load_config
 from qllm.server.requests import lossy as lossy_module
 from qllm.types import FinishReason, Priority, StructuredOutputs
 from tests.support.engines import pid_of
+from tests.support.files import ROOT
 from tests.support.lossy import (
     CUT,
     DEEPER,
@@ -119,6 +122,15 @@ def test_a_stream_names_its_candidates_in_the_last_chunks_alone(served: Serving)
     ids = [i for x in chunks for c in x["choices"] for i in c.get("token_ids", ())]
     prompt = next(c["prompt_token_ids"] for x in chunks for c in x["choices"])
     assert ids == alone(served, models, prompt, 48)
+
+
+def test_the_request_of_the_guide_is_answered(served: Serving, choice: Choice) -> None:
+    open_all(choice)
+    text = (ROOT / "docs" / "guides" / "depths.md").read_text()
+    (sent,) = re.findall(r"curl .*?(/v1/\S+) .*?-d '(.*?)'\n", text, re.DOTALL)
+    answer = served.post(sent[0], json.loads(sent[1]))
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-qllm-models"] == f"{CUT}[0:]"
 
 
 def test_a_chat_may_be_lossy(served: Serving) -> None:
@@ -511,6 +523,21 @@ def test_the_log_at_the_start_names_the_candidates_and_the_bound(
     (line,) = owner.lines()
     assert f"{WHOLE} (whole), {CUT} (99.0% agree), {DEEPER} (99.0% agree)" in line
     assert "at most 50.0% of the tokens may differ, and 5% of the answers are audited" in line
+
+
+def test_the_live_page_gets_the_standing_of_each_candidate(served: Serving, choice: Choice) -> None:
+    open_all(choice)
+    before = served.front.lossy.told()[CUT]["tokens"]
+    served.post(COMPLETIONS, asked("def area(", 8))
+    owner: Any = served.front.lossy
+    wait_for(lambda: owner.told()[CUT]["tokens"] == before + 8)
+    with httpx.stream("GET", f"{served.url}/ui/events", timeout=60) as answer:
+        data = next(x for x in answer.iter_lines() if x.startswith("data: "))
+    said = json.loads(data.removeprefix("data: "))["lossy"]
+    assert said[WHOLE]["open"]
+    assert said[WHOLE]["bound"] == 0
+    assert said[CUT]["open"]
+    assert 0 < said[CUT]["bound"] < 0.5
 
 
 def test_the_standing_of_a_whole_model_has_no_loss(served: Serving, choice: Choice) -> None:

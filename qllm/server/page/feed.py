@@ -120,6 +120,8 @@ class Feed:
         self._since = told.get("seq", 0)
         name = f"{self._server}-{self._num_engines}"
         found = {"time_s": time.time(), "engine": name, **told}
+        if front.lossy is not None:
+            found["lossy"] = front.lossy.told()
         return {**found, **self._whole(told, rows)} if whole else found
 
     def _down(self, error: ApiError) -> dict[str, Any]:

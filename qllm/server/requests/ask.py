@@ -122,6 +122,10 @@ class LossyAnswers(Protocol):
         """Return the lines for the log at start."""
         ...
 
+    def told(self) -> dict[str, Any]:
+        """Return the standing of each candidate by name, for the live page."""
+        ...
+
     def begin(self, handle: Handle, max_tokens: int, front: Any) -> None:
         """Follow an answer that was submitted just now."""
         ...

@@ -11,6 +11,7 @@ import itertools
 import logging
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from qllm.errors import (
     ConfigError,
@@ -91,6 +92,8 @@ class LossyFronts:
         self._audits: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Semaphore(AT_ONCE)
         self._numbers = itertools.count(1)
+        self._tokens = dict.fromkeys(self._fronts, 0)
+        """Tokens of lossy answers by candidate."""
         self._tell()
 
     @property
@@ -112,6 +115,13 @@ class LossyFronts:
             f"lossy    {', '.join(told)}; at most {bound:.1%} of the tokens may differ, and "
             f"{self._share:.0%} of the answers are audited"
         ]
+
+    def told(self) -> dict[str, dict[str, Any]]:
+        """Return the standing of each candidate by name, for the live page."""
+        return {
+            name: {"open": standing.is_open, "bound": standing.bound, "tokens": self._tokens[name]}
+            for name, standing in self._lossy.standing().items()
+        }
 
     # -- requests
 
@@ -190,6 +200,7 @@ class LossyFronts:
             told = self._fronts[name].metrics.losses
             told["requests"].inc(int(n + 1 == len(parts)))
             told["tokens"].inc(end - begin)
+            self._tokens[name] += end - begin
         self._tell()
         is_cut = any(self._lossy.is_cut(name) for name, *_ in parts)
         if not is_cut and len(self._audits) >= MOST_AUDITS:

@@ -182,6 +182,10 @@ function showEngine(message) {
   if (drafts) facts.push(drafts);
   const experts = residents(message.experts);
   if (experts) facts.push(experts);
+  for (const [name, one] of Object.entries(message.lossy || {})) {
+    const may = one.open ? `may answer, at most ${percent(one.bound)} differ` : "may not answer";
+    facts.push(`lossy ${name} ${may}, ${count(one.tokens, "token")}`);
+  }
   if (rings.length) facts.push(`request rings ${rings.join(", ")}`);
   const isLong = most && longest > most;
   const segment = `longest segment ${ms(longest)}${most ? `, of ${ms(most)} declared` : ""}`;
