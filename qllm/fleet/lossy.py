@@ -240,8 +240,10 @@ class Lossy:
             stays = entry.is_paused or entry.ended is not None or handle.finish_reason is not None
             if wanted in (None, course.name) or stays:
                 return
-            course.wanted = None
             client: RingClient = self._sides[course.name].engine.client
+            if client.handles.get(handle.number) is not handle:
+                return  # its engine has ended, and the next one gets the request
+            course.wanted = None
             client.let_go(handle.number)
             course.spans.append(Span(wanted, len(handle.token_ids)))
         self._on_move(wanted)

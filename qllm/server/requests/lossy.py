@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -190,8 +191,9 @@ class LossyFronts:
 
     def _on_end(self, course: Course) -> None:
         """Take an answer that has ended. Called on the thread that delivered its last token."""
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._ended, course)
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the server has ended
+                self._loop.call_soon_threadsafe(self._ended, course)
 
     def _ended(self, course: Course) -> None:
         """Count an answer, and begin its audit if it is chosen for one."""
