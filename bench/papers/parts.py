@@ -120,7 +120,12 @@ def layered_rows(world: World) -> list[Row]:
 
     def run(name: str) -> Latencies:
         found = run_requests(
-            world.bench, Setting.parse(name), requests, timing, max_step_tokens=8192
+            world.bench,
+            Setting.parse(name),
+            requests,
+            timing,
+            max_step_tokens=8192,
+            until_answered=True,
         )
         return _latencies(found["classes"]["LS"], found["engine"]["expert_bytes"])
 
@@ -206,7 +211,7 @@ def _chats(world: World, seed: int) -> tuple[list[RequestSpec], Timing]:
 def _in_process(world: World, seed: int) -> Mapping[str, Sequence[float]]:
     requests, timing = _chats(world, seed)
     found: Mapping[str, Sequence[float]] = run_requests(
-        world.bench, Setting("qllm2"), requests, timing
+        world.bench, Setting("qllm2"), requests, timing, until_answered=True
     )["samples"]
     return found
 
@@ -244,9 +249,9 @@ def _served_twice(world: World, peer: Peer) -> tuple[tuple[float, float], tuple[
     arrivals = with_tokens(requests, world.bench.corpus)
     slos = {Priority.LS: SLO}
     with started(world, peer, requests) as server:
-        quiet = send_http(server, arrivals, timing.total_s)
+        quiet = send_http(server, arrivals, timing.total_s, until_answered=True)
         with spinners():
-            hogged = send_http(server, arrivals, timing.total_s)
+            hogged = send_http(server, arrivals, timing.total_s, until_answered=True)
     first, second = (samples_of(x, timing, slos, peer)["samples"] for x in (quiet, hogged))
     return _p99s(first), _p99s(second)
 

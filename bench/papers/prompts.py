@@ -90,7 +90,9 @@ def laps_rows(world: World) -> list[Row]:
                 drain_s=scale.timing.drain_s,
             )
             for name in LAPS:
-                run = run_requests(world.bench, Setting.parse(name), requests, timing, slo=slo)
+                run = run_requests(
+                    world.bench, Setting.parse(name), requests, timing, slo=slo, until_answered=True
+                )
                 found[name][-1] |= _laps_numbers(what, run, new_tokens(requests), slo)
     world.found["laps"] = found
     how = (

@@ -133,10 +133,14 @@ def measure_points(world: World, slo: Slo) -> dict[float, dict[str, Point]]:
             mix, timing = workload_of(world, load)
             requests = mix.requests(seed)
             for name in _policies(scale) if i == 0 else POINT:
-                run = run_requests(world.bench, Setting.parse(name), requests, timing, slo=slo)
+                run = run_requests(
+                    world.bench, Setting.parse(name), requests, timing, slo=slo, until_answered=True
+                )
                 out[load].setdefault(name, Point()).add(run)
             alone = [r for r in requests if r.priority == Priority.LS]
-            run = run_requests(world.bench, Setting("qllm2"), alone, timing, slo=slo)
+            run = run_requests(
+                world.bench, Setting("qllm2"), alone, timing, slo=slo, until_answered=True
+            )
             out[load].setdefault(ALONE, Point()).add(run)
             for arm in scale.arms:
                 run = rows_of_server(world, arm, requests, timing, slo)
@@ -158,7 +162,11 @@ def measure_frontier(world: World, slo: Slo) -> dict[str, Point]:
                     for r in requests
                 ]
             setting = Setting.parse(name.partition(",")[0])
-            out[name].add(run_requests(world.bench, setting, requests, timing, slo=slo, **settings))
+            out[name].add(
+                run_requests(
+                    world.bench, setting, requests, timing, slo=slo, until_answered=True, **settings
+                )
+            )
     return out
 
 

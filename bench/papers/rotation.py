@@ -54,7 +54,13 @@ def pair_s_of(world: World) -> float:
     most_s = 20 * (PROMPT / capacity.prefill_tokens_per_s + OUTPUT / capacity.output_tokens_per_s)
     timing = Timing(warmup_s=0.0, window_s=0.1, drain_s=max(2.0, 8 * most_s))
     run = run_requests(
-        world.bench, Setting("fcfs"), both, timing, max_kv_tokens=KV_TOKENS, prefix_cache=False
+        world.bench,
+        Setting("fcfs"),
+        both,
+        timing,
+        max_kv_tokens=KV_TOKENS,
+        prefix_cache=False,
+        until_answered=True,
     )
     return max(run["samples"]["e2e_ms"].values()) / 1e3
 
@@ -73,7 +79,7 @@ def rotation_rows(world: World) -> list[Row]:
         for name, (policy, changes) in ARMS.items():
             run = run_requests(
                 world.bench, Setting(policy), requests, timing, slo=slo, be_slo=slo,
-                max_kv_tokens=KV_TOKENS, **changes,
+                max_kv_tokens=KV_TOKENS, until_answered=True, **changes,
             )  # fmt: skip
             arms[name].append(numbers(run["classes"]))
         try:

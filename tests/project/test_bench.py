@@ -18,8 +18,39 @@ from bench import common
 from bench.common import Table
 from bench.engine.drafts import peer_row
 from bench.papers import parts as papers
-from bench.policies import pareto, routing
+from bench.policies import live, pareto, routing
+from qllm.types import Priority
+from qllm.workloads import mix
+from qllm.workloads.spec import RequestSpec
 from tests.support.files import ROOT
+
+
+def test_a_window_ends_with_the_last_answer_and_its_numbers_are_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A drain is as long as an unfinished request may take, so most of it is idle."""
+    ticks: list[float] = []
+
+    def watched(*given: Any, **how: Any) -> Any:
+        assert given[2] == 3600.3
+        return mix.send(*given, on_tick=note, **how)
+
+    def note(at_s: float) -> None:
+        ticks.append(at_s)
+        assert len(ticks) < 1000, "all is answered, and the run goes on"
+
+    monkeypatch.setattr(live, "send", watched)
+    bench = live.Bench.load("1m")
+    requests = [
+        RequestSpec(at_s=0.1 * i, priority=Priority.LS, num_prompt_tokens=16, max_tokens=4,
+                    name=f"ls-{i}")
+        for i in range(3)
+    ]  # fmt: skip
+    timing = live.Timing(warmup_s=0.1, window_s=0.2, drain_s=3600.0)
+    setting = live.Setting("fcfs")
+    found = live.run_requests(bench, setting, requests, timing, until_answered=True)
+    assert found["classes"]["LS"]["arrived"] == found["classes"]["LS"]["finished"] == 2
+    assert timing.window.stop_s == 3600.3
 
 
 def points(module: ModuleType, *pairs: tuple[float, float]) -> list[Any]:
