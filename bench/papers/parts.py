@@ -45,6 +45,7 @@ from qllm.workloads.traced import engine_report
 LAYERED_SETTINGS = ("chunked:step_tokens=512", "layered:group_tokens=512")
 LAYERED_LOAD = 0.6
 LAYERED_OUTPUT = (96, 160)
+LAYERED_OUTPUT_LIVE = (16, 32)
 
 
 def long_prompts(
@@ -106,17 +107,22 @@ def simulated_layered_rows(world: World) -> list[Row]:
     return _compared(world, run, how, "simulated")
 
 
+def layered_timing(capacity: Capacity, requests: Sequence[RequestSpec], longest: int) -> Timing:
+    """Return a window for all requests, and a drain for four prompts of the longest."""
+    return Timing(
+        warmup_s=0.0,
+        window_s=requests[-1].at_s + 0.1,
+        drain_s=4 * longest / capacity.prefill_tokens_per_s + 2.0,
+    )
+
+
 def layered_rows(world: World) -> list[Row]:
     """Measure the same live."""
     scale = world.scale
     low, high = scale.prompt
     capacity = world.bench.capacity((low + high) // 2)
-    requests = long_prompts(capacity, scale.count, scale.prompt, (16, 32), 1)
-    timing = Timing(
-        warmup_s=0.0,
-        window_s=requests[-1].at_s + 0.1,
-        drain_s=4 * high / capacity.prefill_tokens_per_s + 2.0,
-    )
+    requests = long_prompts(capacity, scale.count, scale.prompt, LAYERED_OUTPUT_LIVE, 1)
+    timing = layered_timing(capacity, requests, high)
 
     def run(name: str) -> Latencies:
         found = run_requests(

@@ -132,7 +132,7 @@ def measure_points(world: World, slo: Slo) -> dict[float, dict[str, Point]]:
         for i, load in enumerate(scale.loads):
             mix, timing = workload_of(world, load)
             requests = mix.requests(seed)
-            for name in _policies(scale) if i == 0 else POINT:
+            for name in policies_of(scale) if i == 0 else POINT:
                 run = run_requests(
                     world.bench, Setting.parse(name), requests, timing, slo=slo, until_answered=True
                 )
@@ -170,7 +170,7 @@ def measure_frontier(world: World, slo: Slo) -> dict[str, Point]:
     return out
 
 
-def _policies(scale: Scale) -> list[str]:
+def policies_of(scale: Scale) -> list[str]:
     """Return the policies of the lowest load, at which all have the same work to do."""
     others = sorted(set(installed_policies()) - {"chunked-priority", *POINT})
     return [*POINT, *(others if scale.all_policies else ())]
