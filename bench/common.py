@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from bench.energy import Run, per_ktok
+
 ROOT = Path(__file__).resolve().parent.parent
 """The repository. Benches run in it, as modules: `python -m bench.serving.peers`."""
 RESULTS = ROOT / "bench" / "results"
@@ -261,6 +263,12 @@ class Line(NamedTuple):
     """Target, or "printed" for a number that cannot miss: a control, a floor or a count."""
     reached: bool | None = None
     """True if the value reaches its target; None for a number that is only printed."""
+    energy: str | None = None
+    """Energy of the runs of a row of throughput (`energy.per_ktok`); None in other rows."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields; `energy` only where there is one."""
+        return {k: v for k, v in self._asdict().items() if k != "energy" or v is not None}
 
 
 def at_most(name: str, value: float, target: float, digits: int = 1) -> Line:
@@ -268,9 +276,12 @@ def at_most(name: str, value: float, target: float, digits: int = 1) -> Line:
     return Line(name, f"{value:,.{digits}f}", f"<= {target:g}", value <= target)
 
 
-def at_least(name: str, value: float, target: float, digits: int = 2) -> Line:
+def at_least(
+    name: str, value: float, target: float, digits: int = 2, *, energy: Sequence[Run] | None = None
+) -> Line:
     """Return a row whose number reaches its target if it is not below it."""
-    return Line(name, f"{value:,.{digits}f}", f">= {target:g}", value >= target)
+    text = None if energy is None else per_ktok(energy)
+    return Line(name, f"{value:,.{digits}f}", f">= {target:g}", value >= target, text)
 
 
 def with_lines(result: dict[str, Any], lines: Sequence[Line]) -> dict[str, Any]:
@@ -280,7 +291,7 @@ def with_lines(result: dict[str, Any], lines: Sequence[Line]) -> dict[str, Any]:
         for line in lines
         if line.reached is False
     ]
-    return result | {"lines": [line._asdict() for line in lines], "losing": losing}
+    return result | {"lines": [line.as_json() for line in lines], "losing": losing}
 
 
 class Table:
@@ -290,12 +301,29 @@ class Table:
         self.lines: list[Line] = []
 
     def add(
-        self, name: str, value: str, target: str = "printed", reached: bool | None = None
+        self,
+        name: str,
+        value: str,
+        target: str = "printed",
+        reached: bool | None = None,
+        *,
+        energy: Sequence[Run] | None = None,
     ) -> None:
-        """Add a row and print it; `reached` is None for a number that is only printed."""
-        self.lines.append(Line(name, value, target, reached))
+        """Add a row and print it; `reached` is None for a number that is only printed.
+
+        Args:
+            name: Quantity, and its unit.
+            value: Measured value.
+            target: Target.
+            reached: True if the value reaches its target.
+            energy: Energy of the runs of a row of throughput, which has to be given for one.
+        """
+        text = None if energy is None else per_ktok(energy)
+        self.lines.append(Line(name, value, target, reached, text))
         mark = {True: "ok", False: "MISSED", None: ""}[reached]
         print(f"{name:<58} {value:<34} {target:<14} {mark}", flush=True)
+        if text is not None:
+            print(f"  {text}", flush=True)
 
     @property
     def missed(self) -> bool:

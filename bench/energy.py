@@ -1,12 +1,18 @@
 """The energy of a run, where the machine has a counter: NVML of a GPU, or RAPL of a processor."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from qllm.record.trace import Event, Planned, Ran
+if TYPE_CHECKING:
+    from qllm.record.trace import Event
 
 POWERCAP = Path("/sys/class/powercap")
 NO_COUNTER = "no energy counter can be read here (NVML, RAPL)"
+
+Run = Mapping[str, float | None]
+"""`joules` and `computed_tokens` of a run. Joules are None without a counter."""
 
 
 def nvml_joules() -> float | None:
@@ -64,11 +70,13 @@ class Meter:
         return sum(spent) if spent else None
 
 
-def computed_tokens(events: Iterable[Event]) -> float:
+def computed_tokens(events: "Iterable[Event]") -> float:
     """Return the tokens that passes computed, those of unfinished requests too.
 
     A part of the layers counts as that part of a token. A pass that never ended counts nothing.
     """
+    from qllm.record.trace import Planned, Ran  # not above: `bench.common` imports no qllm
+
     planned: dict[int, float] = {}
     done, num_layers = 0.0, 1
     for event in events:
@@ -83,7 +91,36 @@ def computed_tokens(events: Iterable[Event]) -> float:
     return done / num_layers
 
 
-def per_ktok(runs: Sequence[Mapping[str, float | None]]) -> str:
+def answered_tokens(answers: Iterable[Any]) -> float:
+    """Return the tokens that answers needed to be computed.
+
+    These are the tokens of the prompts that no cache had, and all tokens of the answers but the
+    last, which nothing computes on.
+
+    Args:
+        answers: Results of an engine, or `Served` of a server.
+    """
+    total = 0
+    for one in answers:
+        if hasattr(one, "spec"):
+            prompt, cached = one.spec.num_prompt_tokens, one.num_cached
+            output = one.num_output_tokens
+        else:
+            prompt, output = len(one.prompt_token_ids), len(one.token_ids)
+            cached = one.metrics.num_cached_tokens
+        total += prompt - (cached or 0) + output - 1 if output else 0
+    return float(total)
+
+
+@contextmanager
+def metered(runs: list[Run]) -> Iterator[list[float]]:
+    """Add the energy of the block to the runs of a row; the block appends computed tokens."""
+    meter, tokens = Meter(), list[float]()
+    yield tokens
+    runs.append({"joules": meter.joules(), "computed_tokens": sum(tokens)})
+
+
+def per_ktok(runs: Sequence[Run]) -> str:
     """Return the joules per 1,000 computed tokens of runs, as text, or why there is no number.
 
     Args:

@@ -27,7 +27,8 @@ def table(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the rows of a result as a table: what, measured, target, reached."""
     out = ["", "| what | measured | target | |", "|---|---|---|---|"]
     for line in lines:
-        cells = [cell(line[key]) for key in ("name", "value", "target")]
+        value = "; ".join(filter(None, (line["value"].strip(), line.get("energy"))))
+        cells = [cell(text) for text in (line["name"], value, line["target"])]
         out.append("| " + " | ".join([*cells, mark(line["reached"])]) + " |")
     return out
 

@@ -57,6 +57,7 @@ from bench.common import (
     result_file,
     without_paths,
 )
+from bench.energy import Meter, Run, answered_tokens, metered
 from bench.engine.mixed import GREEDY, Flood
 from bench.engine.mtp_model import save_mtp_model
 from qllm import QLLMEngine, SamplingParams
@@ -176,6 +177,8 @@ class Arms(NamedTuple):
     num_different: int
     """Answers that drafts changed."""
     tokens: int
+    energy: list[Run]
+    """Energy of the rounds with drafts."""
 
 
 def compare(
@@ -189,14 +192,17 @@ def compare(
 ) -> Arms:
     """Answer all cases one by one, with and without drafts in turns."""
     ratios, accepted, rejected, different, tokens = [], 0, 0, 0, 0
+    energy: list[Run] = []
     for n in range(rounds + 1):
         spent, told = {}, {}
         for arm in (True, False) if n % 2 else (False, True):
             use(engine, make if arm else None, most, weighs=weighs)
-            found = [
-                engine.submit(case.prompt, "LS", case.new, sampling=case.sampling).result(600)
-                for case in cases
-            ]
+            with metered(energy if arm and n else []) as computed:
+                found = [
+                    engine.submit(case.prompt, "LS", case.new, sampling=case.sampling).result(600)
+                    for case in cases
+                ]
+                computed.append(answered_tokens(found))
             spent[arm], told[arm] = sum(map(decode_s, found)), [r.token_ids for r in found]
             if arm and n:
                 accepted += sum(r.metrics.num_accepted_drafts for r in found)
@@ -206,7 +212,7 @@ def compare(
         if n:  # the first round warms up
             ratios.append(spent[False] / spent[True])
     use(engine, None, 0)
-    return Arms(ratios, accepted, rejected, different, tokens)
+    return Arms(ratios, accepted, rejected, different, tokens, energy)
 
 
 def repeated(prompt: Sequence[int], answer: Sequence[int]) -> float:
@@ -312,6 +318,7 @@ def row(
         found.text(),
         f">= {target:.2f}",
         found.value >= target and (each > 0 or name == "none"),
+        energy=arms.energy,
     )
     table.add(f"{name}: answers that drafts changed", str(arms.num_different), "0",
               arms.num_different == 0)  # fmt: skip
@@ -454,6 +461,7 @@ class Mixed(NamedTuple):
     ttft: list[float]
     be_per_s: float
     accepted: int
+    energy: list[Run]
 
 
 def window(engine: QLLMEngine, ls: Sequence[Case], seed: int, gap_s: float, depth: int) -> Mixed:
@@ -461,6 +469,7 @@ def window(engine: QLLMEngine, ls: Sequence[Case], seed: int, gap_s: float, dept
     flood = Flood(engine, make_jobs(seed, 4000, (64, 256), (64, 256)), depth)
     flood.top_up()
     time.sleep(1)
+    meter = Meter()
     begin, before, handles = time.monotonic(), flood.num_tokens, []
     for n, case in enumerate(ls):
         while time.monotonic() < begin + n * gap_s:
@@ -470,14 +479,17 @@ def window(engine: QLLMEngine, ls: Sequence[Case], seed: int, gap_s: float, dept
     while any(h.finish_reason is None for h in handles):
         flood.top_up()
         time.sleep(0.01)
-    be_per_s = (flood.num_tokens - before) / (time.monotonic() - begin)
+    made, joules = flood.num_tokens - before, meter.joules()
+    be_per_s = made / (time.monotonic() - begin)
     flood.cancel()
-    found = [h.result(600).metrics for h in handles]
+    results = [h.result(600) for h in handles]
+    found, tokens = [r.metrics for r in results], made + answered_tokens(results)
     return Mixed(
         [m.tpot_ms for m in found if m.tpot_ms is not None],
         [m.ttft_ms for m in found],
         be_per_s,
         sum(m.num_accepted_drafts for m in found),
+        [{"joules": joules, "computed_tokens": tokens}],
     )
 
 
@@ -513,7 +525,8 @@ def mixed_rows(model: Any, args: argparse.Namespace, table: Table, result: dict[
     table.add("mixed, LS TTFT p99 with drafts over without", ttft.text(), f"<= {REACH['ttft']}",
               ttft.value <= REACH["ttft"])  # fmt: skip
     table.add("mixed, BE tokens/s with drafts over without", rate.text(), f">= {REACH['be']}",
-              rate.value >= REACH["be"])  # fmt: skip
+              rate.value >= REACH["be"],
+              energy=[run for a, _ in pairs for run in a.energy])  # fmt: skip
 
 
 def preempt_row(model: Any, args: argparse.Namespace, table: Table, result: dict[str, Any]) -> None:
@@ -620,14 +633,16 @@ def peer_row(
         asked: The question, without the number of `drafts`.
         table: Table that gets the rows.
     """
-    found = {}
+    found, energy = {}, list[Run]()
     for drafts in (0, MOST):
         try:
-            done = subprocess.run(
-                command, input=json.dumps({**asked, "drafts": drafts}), capture_output=True,
-                text=True, check=False, timeout=1200,
-                env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-            )  # fmt: skip
+            with metered(energy if drafts else []) as computed:  # the load of its model too
+                done = subprocess.run(
+                    command, input=json.dumps({**asked, "drafts": drafts}), capture_output=True,
+                    text=True, check=False, timeout=1200,
+                    env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+                )  # fmt: skip
+                computed.append(sum(len(ids) + asked["new"] for ids in asked["prompts"]))
         except subprocess.TimeoutExpired as error:
             table.add(name, f"did not run: no answer in {error.timeout:.0f} s")
             return None
@@ -648,7 +663,7 @@ def peer_row(
     if "drafted" in drafted:
         numbers |= {what: sum(drafted[what]) for what in ("drafted", "accepted")}
         told = f" ({numbers['accepted']} of {numbers['drafted']} drafts)"
-    table.add(f"{name}: tokens/s with drafts over without{told}", f"{speed:.2f}", "printed")
+    table.add(f"{name}: tokens/s with drafts over without{told}", f"{speed:.2f}", energy=energy)
     table.add(f"{name}: answers equal to its own without drafts", f"{same:.0%}", "printed")
     return numbers
 

@@ -185,6 +185,7 @@ def row_mixed(table: Table, model: Any, args: argparse.Namespace) -> dict[str, A
                 f"  {name}: BE prefill + output tokens/s; preemptions",
                 f"{entry['be_prefill_per_s']:.0f} + {entry['be_output_per_s']:.1f}; "
                 f"{entry['preemptions']}",
+                energy=[run for w in ws for run in w.energy],
             )
     out.update(_mixed_ratios(table, windows))
     return out
@@ -267,7 +268,13 @@ def _mixed_ratios(table: Table, windows: dict[str, list[Window]]) -> dict[str, A
         found = estimate([pairs], lambda v: float(np.median(v)))
         out["be_qllm2_over_priority"] = found
         assert found is not None
-        table.add("BE tokens/s qllm2 / priority", found.text(), ">= 0.95", found.value >= 0.95)
+        table.add(
+            "BE tokens/s qllm2 / priority",
+            found.text(),
+            ">= 0.95",
+            found.value >= 0.95,
+            energy=[run for w in windows["qllm2"] for run in w.energy],
+        )
     ratio(
         "tpot_over_alone",
         "LS TPOT p99 with the flood / alone, qllm2",
@@ -336,11 +343,13 @@ def row_peer(table: Table, model: Any, folder: Path, args: argparse.Namespace) -
             entry["ratio"].text(),
             f">= {entry['target']}",
             entry["ratio"].value >= entry["target"],
+            energy=entry["energy"],
         )
         table.add(
             "  ours; theirs",
             f"{entry['ours_tokens_per_cpu_s']:.1f}; "
             f"{entry['peer_tokens_per_cpu_s']:.1f} tokens/CPU-s",
+            energy=entry["energy"],
         )
     return found
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bench.common import Job, make_jobs, make_prompt
+from bench.energy import Meter, Run, computed_tokens
 from qllm import QLLMEngine, SamplingParams
 from qllm.measure.variants import KV_SIZES
 from qllm.record.metrics import RequestMetrics
@@ -78,6 +79,8 @@ class Window:
     evictions: int = 0
     max_stall: float = 0.0
     policy_errors: list[str] = field(default_factory=list)
+    energy: list[Run] = field(default_factory=list)
+    """Energy and computed tokens, warm-up included."""
     trace: Trace | None = None
 
     def as_json(self) -> dict[str, Any]:
@@ -152,6 +155,7 @@ def run_window(
     )
     window = Window(policy, load.seed, tpot_target_ms=tpot_target_ms)
     handles: list[Any] = []
+    meter = Meter()
     with engine:
         be = Flood(engine, load.be, backlog) if flood else None
         if be is not None:
@@ -172,6 +176,8 @@ def run_window(
             _wait(engine, be, time.monotonic() + POLL_S)
         now_ns = engine.now_ns()
         stats = engine.stats()
+        joules = meter.joules()
+    window.energy.append({"joules": joules, "computed_tokens": computed_tokens(engine.trace)})
     window.preempt_latency = stats["preempt_latencies_ms"]
     window.longest_segment = (stats["longest_segment_ms"], stats["longest_segment_kind"])
     window.policy_errors = stats["policy_errors"]

@@ -122,6 +122,7 @@ def main() -> None:
         speed.text(),
         f">= {LEAST_BE}",
         speed.value >= LEAST_BE,
+        energy=[run for two in found["ranks"] for run in two.energy],
     )
     text = f"{ratio:.2f} ({ttft['ranks'][1]:.0f} / {ttft['whole'][1]:.0f} ms)"
     table.add(

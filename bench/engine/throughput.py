@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from bench.common import active_bytes, make_jobs, median, paired
+from bench.energy import Run, answered_tokens, metered
 from bench.engine.exactness import ReferenceProcess
 from bench.engine.mixed import GREEDY
 from qllm import QLLMEngine
@@ -31,17 +32,20 @@ def peer_row(model: Any, folder: Path, rounds: int, seed: int) -> dict[str, Any]
     ):
         for name, (count, prompt, batch_tokens, target) in WORKLOADS.items():
             jobs = make_jobs(seed, count, prompt, (32, 32))
-            ours, theirs, walls, same = [], [], [], 0
+            ours, theirs, walls, same, energy = [], [], [], 0, list[Run]()
             for i in range(rounds + 1):
                 answer = process.ask(
                     "cb", jobs=jobs, max_batch_tokens=batch_tokens, max_requests=count
                 )
-                begin, cpu = time.monotonic(), time.process_time()
-                handles = [
-                    engine.submit(j.token_ids, "BE", j.max_tokens, sampling=GREEDY) for j in jobs
-                ]
-                results = [h.result(600) for h in handles]
-                cpu, wall = time.process_time() - cpu, time.monotonic() - begin
+                with metered(energy) as tokens:
+                    begin, cpu = time.monotonic(), time.process_time()
+                    handles = [
+                        engine.submit(j.token_ids, "BE", j.max_tokens, sampling=GREEDY)
+                        for j in jobs
+                    ]
+                    results = [h.result(600) for h in handles]
+                    cpu, wall = time.process_time() - cpu, time.monotonic() - begin
+                    tokens.append(answered_tokens(results))
                 num = sum(len(r.token_ids) for r in results)
                 if i == 0:  # warm-up
                     same = sum(
@@ -58,6 +62,7 @@ def peer_row(model: Any, folder: Path, rounds: int, seed: int) -> dict[str, Any]
                 "ours_tokens_per_cpu_s": median(np.array(ours)),
                 "peer_tokens_per_cpu_s": median(np.array(theirs)),
                 "wall_s": [float(x) for x in np.median(np.array(walls), axis=0)],
+                "energy": energy[1:],
                 "peer_max_batch_tokens": batch_tokens,
                 "token_equal_streams": f"{same}/{count}",
             }

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from bench.gpu.kernels import seconds
+from qllm.cuda.calls import Size, cuda_calls
 from qllm.cuda.gathered_norm import CSRC, KERNEL, RANKS, compile_norm
 
 MOST_RANKS, CHAINS, ALIGNMENT = 8, 16, 256
@@ -278,32 +279,18 @@ class DeviceBuild:
     """The kernel on this machine's GPU, with `Virtual`, for one number of ranks."""
 
     def __init__(self, ranks: int) -> None:
-        from cuda.bindings import driver
-
         arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
-        self._driver = driver
-        module = self._checked(driver.cuModuleLoadData(compile_norm("Virtual", ranks, arch).cubin))
-        self._kernel = self._checked(driver.cuModuleGetFunction(module, KERNEL.encode()))
-
-    @staticmethod
-    def _checked(result: Any) -> Any:
-        if result[0].value:
-            raise RuntimeError(f"the driver reports {result[0].name}")
-        return result[1] if len(result) > 1 else None
+        self._calls = cuda_calls()
+        self._kernel = self._calls.load(compile_norm("Virtual", ranks, arch).cubin, KERNEL)
 
     def run(self, buffers: Buffers) -> None:
         """Launch all ranks."""
         net = (c_int64 * 2)(buffers.memory.data_ptr(), buffers.memory.stride(0))
-        given = net, c_int64(0), buffers.arguments
-        addresses = (c_void_p * 3)(*map(ctypes.addressof, given))
-        grid, block = (buffers.blocks, buffers.ranks, 1), (THREADS, 1, 1)
         row_bytes = 2 * buffers.arguments.width
+        size = Size((buffers.blocks, buffers.ranks, 1), THREADS, row_bytes)
+        given = bytes(net), bytes(c_int64(0)), bytes(buffers.arguments)
         stream = torch.cuda.current_stream().cuda_stream
-        self._checked(
-            self._driver.cuLaunchKernel(
-                self._kernel, *grid, *block, row_bytes, stream, ctypes.addressof(addresses), 0
-            )
-        )
+        self._calls.launch(self._kernel, size, given, stream)
 
 
 # -- sections of `make gpu-check`

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from bench.common import Table, machine, paired, plain, result_file
+from bench.energy import Run, answered_tokens, metered
 from bench.kernels.transformers_experts import SHAPES, make
 from qllm import QLLMEngine, SamplingParams
 from qllm.kernels import cpu
@@ -71,36 +72,41 @@ def row_ms(settings: dict[str, Any], rounds: int) -> dict[str, Any]:
     return {"ms": ms, "definition_over_kernel": paired([two / one for one, two in found])}
 
 
-def tokens_per_s(engine: QLLMEngine, rng: np.random.Generator, **settings: Any) -> float:
+def tokens_per_s(
+    engine: QLLMEngine, rng: np.random.Generator, energy: list[Run], **settings: Any
+) -> float:
     """Return the decode rate of simultaneous requests, from the last request's first token on."""
     handles = []
-    for i in range(ROWS):
-        sampling = SamplingParams(seed=i, ignore_eos=True, **settings)
-        prompt = [int(t) for t in rng.integers(8, VOCAB, PROMPT)]
-        handles.append(engine.submit(prompt, "BE", TOKENS, sampling=sampling))
-    metrics = [handle.result(600).metrics for handle in handles]
-    gaps = [gap for one in metrics for gap in one.itl_ms[8:]]
+    with metered(energy) as computed:
+        for i in range(ROWS):
+            sampling = SamplingParams(seed=i, ignore_eos=True, **settings)
+            prompt = [int(t) for t in rng.integers(8, VOCAB, PROMPT)]
+            handles.append(engine.submit(prompt, "BE", TOKENS, sampling=sampling))
+        results = [handle.result(600) for handle in handles]
+        computed.append(answered_tokens(results))
+    gaps = [gap for one in results for gap in one.metrics.itl_ms[8:]]
     return ROWS * 1e3 / float(np.median(gaps))
 
 
 def whole_engine(rounds: int) -> dict[str, Any]:
     """Measure sampled over greedy rows of one engine, in turns."""
     model = make({**SHAPES["Qwen3-30B-A3B"], "vocab_size": VOCAB}, "eager")
-    found = []
+    found, energy = [], list[Run]()
     with QLLMEngine.from_model(
         model, threads=os.cpu_count(), max_kv_tokens=8192, prefix_cache=False, conformance=False
     ) as engine:
         rng = np.random.default_rng(SEED)
         for _ in range(rounds + 1):
-            greedy = tokens_per_s(engine, rng, temperature=0)
-            sampled = tokens_per_s(engine, rng, temperature=0.8, top_p=0.95, top_k=20)
+            greedy = tokens_per_s(engine, rng, [], temperature=0)
+            sampled = tokens_per_s(engine, rng, energy, temperature=0.8, top_p=0.95, top_k=20)
             found.append((sampled, greedy))
     gc.collect()
     rates = {
         name: paired([pair[i] for pair in found[1:]])
         for i, name in enumerate(("sampled", "greedy"))
     }
-    return {**rates, "ratio": paired([one / two for one, two in found[1:]])}
+    ratio = paired([one / two for one, two in found[1:]])
+    return {**rates, "ratio": ratio, "energy": energy[1:]}
 
 
 def main() -> None:
@@ -121,7 +127,8 @@ def main() -> None:
         rows["engine"] = found = whole_engine(5)
         ratio = found["ratio"]
         text = f"{ratio.text()} ({found['sampled'].text(0)} / {found['greedy'].text(0)} tokens/s)"
-        table.add(f"{ROWS} sampled rows / {ROWS} greedy", text, f">= {REACH}", ratio.value >= REACH)
+        what, energy = f"{ROWS} sampled rows / {ROWS} greedy", found["energy"]
+        table.add(what, text, f">= {REACH}", ratio.value >= REACH, energy=energy)
     config = {"vocab": VOCAB, "rows": ROWS, "seed": SEED, "kernels": cpu.kind()}
     result = {"bench": "sampling", "machine": machine(), "config": config, "rows": plain(rows)}
     table.finish(result, args.out)

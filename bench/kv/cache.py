@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.energy import Run, answered_tokens, metered
 from bench.kv.asked import Asked, Ours, Turn, vllm
 from bench.kv.parts import GREEDY, PAGE, THREADS, make_engine, make_ids
 from bench.serving.servers import InstallError
@@ -51,28 +52,33 @@ def _due(turn: Turn) -> int:
     return (len(turn.prompt) - 41) // PAGE * PAGE
 
 
-def flood(engine: QLLMEngine, seed: int) -> tuple[float, list[tuple[int, ...]]]:
+def flood(engine: QLLMEngine, seed: int, energy: list[Run]) -> tuple[float, list[tuple[int, ...]]]:
     """Return tokens/s, prompt and output, of 8 simultaneous requests without common tokens."""
     rng = np.random.default_rng(seed)
-    start = time.perf_counter()
-    handles = [engine.submit(make_ids(rng, 512), "BE", 48, sampling=GREEDY) for _ in range(8)]
-    found = [h.result(120) for h in handles]
+    with metered(energy) as computed:
+        start = time.perf_counter()
+        handles = [engine.submit(make_ids(rng, 512), "BE", 48, sampling=GREEDY) for _ in range(8)]
+        found = [h.result(120) for h in handles]
+        seconds = time.perf_counter() - start
+        computed.append(answered_tokens(found))
     total = sum(len(r.prompt_token_ids) + len(r.token_ids) for r in found)
-    return total / (time.perf_counter() - start), [r.token_ids for r in found]
+    return total / seconds, [r.token_ids for r in found]
 
 
 def no_hit_row(off: QLLMEngine, on: QLLMEngine, rounds: int) -> dict[str, Any]:
     """Measure tokens/s, on over off, as the median of pairs in alternating order."""
-    ratios, same = [], True
+    ratios, same, energy = [], True, list[Run]()
     for i in range(rounds):
         pair = {}
         for name in ("off", "on") if i % 2 else ("on", "off"):
-            pair[name] = flood(on if name == "on" else off, 100 + i)
+            engine, runs = (on, energy) if name == "on" else (off, [])
+            pair[name] = flood(engine, 100 + i, runs)
         ratios.append(pair["on"][0] / pair["off"][0])
         same &= pair["on"][1] == pair["off"][1]
     return {
         "on_over_off": statistics.median(ratios),
         "pairs": ratios,
+        "energy": energy,
         "asked": 0.99,
         "same_tokens": same,
     }

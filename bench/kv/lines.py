@@ -38,7 +38,7 @@ def _sweep(row: Row) -> list[Line]:
 
 def _no_hit(row: Row) -> list[Line]:
     what = f"no hit at all: tokens/s, cache on / off, median of {len(row['pairs'])} pairs"
-    return [at_least(what, row["on_over_off"], row["asked"], 3)]
+    return [at_least(what, row["on_over_off"], row["asked"], 3, energy=row.get("energy", ()))]
 
 
 def _shared(row: Row) -> list[Line]:
@@ -72,6 +72,7 @@ def _swap(row: Row) -> list[Line]:
             f"  BE tokens/s over recomputing, LS {load:g}",
             row["be_over_recompute"],
             row["be_asked"],
+            energy=row.get("energy", ()),  # older results lack it
         ),
         at_most(f"  {end}", row["ls_ttft_p99_over_recompute"], row["ls_asked"], 2),
         Line("  both, over recomputing with the prefix cache", with_cache),

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.energy import Meter, answered_tokens
 from bench.kv.parts import GREEDY, make_engine, make_ids
 from qllm import QLLMEngine
 from qllm.types import Slo
@@ -16,7 +17,7 @@ def _contend(engine: QLLMEngine, seed: int, num_be: int, every_s: float) -> dict
     """Run 640-token BE requests at once, and an LS chat of 300 at intervals until they end."""
     rng = np.random.default_rng(seed)
     prompts = [make_ids(rng, 512) for _ in range(num_be)]
-    start, due = time.perf_counter(), every_s / 6
+    meter, start, due = Meter(), time.perf_counter(), every_s / 6
     batch = [engine.submit(ids, "BE", 128, sampling=GREEDY) for ids in prompts]
     chats = []
     while any(h.finish_reason is None for h in batch):
@@ -25,11 +26,12 @@ def _contend(engine: QLLMEngine, seed: int, num_be: int, every_s: float) -> dict
             due += every_s
             chats.append(engine.submit(make_ids(rng, 284), "LS", 16, sampling=GREEDY))
     done = [h.result(300) for h in batch]
-    seconds = time.perf_counter() - start
+    seconds, joules = time.perf_counter() - start, meter.joules()
     answers = [h.result(300) for h in chats]
     ttft = [r.metrics.ttft_ms or 0.0 for r in answers]
     return {
         "seconds": seconds,
+        "energy": {"joules": joules, "computed_tokens": answered_tokens(done + answers)},
         "num_chats": len(chats),
         "be_tokens_per_s": num_be * 640 / seconds,
         "ls_ttft_p99_ms": float(np.percentile(ttft, 99)) if ttft else 0.0,
@@ -85,6 +87,7 @@ def swap_row(model: str, rounds: int, num_be: int, load: float) -> dict[str, Any
         "be_over_recompute": over("recompute", "be_tokens_per_s"),
         "be_over_recompute_cache": over("recompute_cache", "be_tokens_per_s"),
         "be_asked": 1.5,
+        "energy": [x["energy"] for x in swap],
         "of_both_apart": statistics.median(
             x["seconds"] / (alone["seconds"] + x["num_chats"] * s) for x, alone, s in apart
         ),

@@ -31,6 +31,7 @@ import numpy as np
 import torch
 
 from bench.common import Table, machine, median, paired, plain, quantile, result_file
+from bench.energy import Run, metered
 from qllm import QLLMEngine, SamplingParams
 from qllm.kernels import cpu
 from qllm.models.loader import load
@@ -171,16 +172,19 @@ class Bench:
 
     def decode(self, table: Table) -> dict[str, Any]:
         """Measure time per token against reading its weights, in turns."""
-        over, tokens = [], []
+        over, tokens, energy = [], [], list[Run]()
         for _ in range(2 if self.quick else 7):
             read_s = self._bytes / self._memory.gb_s() / 1e9
-            times = self._times(16, 4 if self.quick else 16)
+            num = 4 if self.quick else 16
+            with metered(energy) as computed:
+                times = self._times(16, num)
+                computed.append(16 + num - 1)
             tokens.append(float(np.median(np.diff(times))))
             over.append(tokens[-1] / read_s)
         found, ms = paired(over), paired([1e3 * t for t in tokens])
         reached = found.value <= REACH["decode"]
         table.add("time of a token over one read", found.text(), f"<= {REACH['decode']}", reached)
-        table.add("decode, tokens/s", f"{1e3 / ms.value:.1f}")
+        table.add("decode, tokens/s", f"{1e3 / ms.value:.1f}", energy=energy)
         return {"over_read": found, "ms": ms, "bytes": self._bytes}
 
     def _times(self, num_prompt: int, num_tokens: int) -> list[float]:
@@ -191,13 +195,15 @@ class Bench:
         """Measure tokens per second of a prompt."""
         rates = {}
         for num in PROMPTS[:1] if self.quick else PROMPTS:
-            found = []
+            found, energy = [], list[Run]()
             for _ in range(1 if self.quick else 3):
-                start = time.perf_counter()
-                self._engine.submit(self.prompt(num), "LS", 1, sampling=GREEDY).result(600)
-                found.append(num / (time.perf_counter() - start))
+                with metered(energy) as computed:
+                    start = time.perf_counter()
+                    self._engine.submit(self.prompt(num), "LS", 1, sampling=GREEDY).result(600)
+                    found.append(num / (time.perf_counter() - start))
+                    computed.append(num)
             rates[num] = paired(found)
-            table.add(f"prefill of {num} tokens, tokens/s", rates[num].text(1))
+            table.add(f"prefill of {num} tokens, tokens/s", rates[num].text(1), energy=energy)
         return rates
 
     def _ttft_ms(self) -> float:

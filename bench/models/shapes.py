@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bench.common import SPECIAL, Table, machine, paired, plain, result_file, without_paths
+from bench.energy import Run, metered
 from bench.models.noise_folder import skeleton, write
 from bench.models.published_shapes import SHAPES, VOCAB, Shape, config_of
 from bench.models.rival import Rival, RivalError, library
@@ -190,6 +191,8 @@ class Asking:
         self._rivals, self.refused = dict(rivals), refused
         self.found: defaultdict[str, dict[str, list[Any]]] = defaultdict(dict)
         """Row -> contender -> an answer per round."""
+        self.energy: defaultdict[str, list[Run]] = defaultdict(list)
+        """Row -> energy of our engine's answers."""
         self._turn = 0
 
     def ask(self, row: str, question: dict[str, Any], keep: bool = True) -> dict[str, Any]:
@@ -203,7 +206,9 @@ class Asking:
                 continue
             time.sleep(REST_S)
             try:
-                answers[name] = self._rivals[name].ask(question)
+                with metered(self.energy[row] if keep and name == "bound" else []) as computed:
+                    answers[name] = self._rivals[name].ask(question)
+                    computed.append(tokens_of(question))
             except RivalError as error:
                 self.refused[refusal] = str(error)
         for name, answer in answers.items() if keep else ():
@@ -212,6 +217,13 @@ class Asking:
             else:
                 self.found[row].setdefault(name, []).append(answer)
         return answers
+
+
+def tokens_of(question: Mapping[str, Any]) -> int:
+    """Return the tokens that the answer to a question has to compute."""
+    asked = question.get("prompts", question.get("ls", ()))
+    answers = len(asked) * (question["tokens"] - 1)
+    return answers + sum(map(len, asked)) + sum(map(len, question.get("be", ())))
 
 
 def prefill_row(sizes: Sizes) -> str:
@@ -249,6 +261,8 @@ class Row(NamedTuple):
     """Seconds by contender, one per round."""
     work: Work
     answers: dict[str, list[Any]]
+    energy: Sequence[Run] = ()
+    """Energy of our engine."""
 
     def over_floor(self, of: Machine) -> float:
         """Return our time over the least possible one."""
@@ -268,7 +282,7 @@ def rows_of(case: Case, asking: Asking, sizes: Sizes) -> Iterator[Row]:
         answers = asking.found[name]
         seconds = {who: [one[field] for one in found] for who, found in answers.items()}
         if "bound" in seconds:
-            yield Row(case, name, seconds, work, answers)
+            yield Row(case, name, seconds, work, answers, asking.energy[name])
 
 
 def add_row(table: Table, row: Row, sizes: Sizes, of: Machine) -> dict[str, Any]:
@@ -291,9 +305,10 @@ def add_row(table: Table, row: Row, sizes: Sizes, of: Machine) -> dict[str, Any]
     }
     what = f"{row.case.title}: {row.name}"
     if (free := ratios.get("free")) is not None:
-        table.add(what, f"{text}, bound/free {free.text()}", f">= {REACH}", free.value >= REACH)
+        text += f", bound/free {free.text()}"
+        table.add(what, text, f">= {REACH}", free.value >= REACH, energy=row.energy)
     else:
-        table.add(what, text)
+        table.add(what, text, energy=row.energy)
     for who, ratio in ratios.items():
         if who != "free":
             reached = ratio.value >= RIVAL_REACH

@@ -1,6 +1,7 @@
 """The papers' own numbers: each claim, this machine's number, and the way of measuring it.
 
-    python -m bench.papers.papers                     all parts, about an hour on a quiet machine
+    python -m bench.papers.papers --estimate          how long each part takes, by measured rates
+    python -m bench.papers.papers                     all parts: hours (bench/README.md)
     python -m bench.papers.papers --quick             the same parts with a tiny model: to debug
     python -m bench.papers.papers --parts layered,kv  some of them; the others stay in the results
     python -m bench.papers.papers --arms vllm-512 --install   install the peers
@@ -35,6 +36,7 @@ from bench.common import (
     without_paths,
     write_result,
 )
+from bench.papers.estimate import estimated, lines
 from bench.papers.parts import CLAIMS, PARTS
 from bench.papers.rows import FULL, QUICK, Row, World, losing
 from bench.serving.servers import PEERS
@@ -54,6 +56,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--install", action="store_true", help="install peers that are not there")
     parser.add_argument(
         "--out", type=result_file, default=FILE, help="results that this run is merged into"
+    )
+    parser.add_argument(
+        "--estimate", action="store_true", help="only say how long the parts take, and end"
     )
     parser.add_argument("--quick", action="store_true", help="a tiny model, nothing is written")
     args = parser.parse_args()
@@ -120,10 +125,14 @@ def main() -> int:
         "quick": args.quick,
     }
     world = World(scale=scale, settings=ENGINE)
+    if args.estimate:
+        print("\n".join(lines(world, args.parts)))
+        return 0
     out, done = None if args.quick else result_file(args.out), {}
     document: dict[str, Any] = {}
     for name in args.parts:
-        print(f"\n== {name}", flush=True)
+        span = estimated(world, name)
+        print(f"\n== {name}: {'simulated' if span is None else span.text()}", flush=True)
         world.found = {}
         done[name] = measure(world, name)
         document = merge(out, done, config)

@@ -45,6 +45,7 @@ from qllm.workloads.traced import engine_report
 LAYERED_SETTINGS = ("chunked:step_tokens=512", "layered:group_tokens=512")
 LAYERED_LOAD = 0.6
 LAYERED_OUTPUT = (96, 160)
+LAYERED_OUTPUT_LIVE = (16, 32)
 
 
 def long_prompts(
@@ -106,21 +107,31 @@ def simulated_layered_rows(world: World) -> list[Row]:
     return _compared(world, run, how, "simulated")
 
 
+def layered_timing(capacity: Capacity, requests: Sequence[RequestSpec], longest: int) -> Timing:
+    """Return a window for all requests, and a drain for four prompts of the longest."""
+    return Timing(
+        warmup_s=0.0,
+        window_s=requests[-1].at_s + 0.1,
+        drain_s=4 * longest / capacity.prefill_tokens_per_s + 2.0,
+    )
+
+
 def layered_rows(world: World) -> list[Row]:
     """Measure the same live."""
     scale = world.scale
     low, high = scale.prompt
     capacity = world.bench.capacity((low + high) // 2)
-    requests = long_prompts(capacity, scale.count, scale.prompt, (16, 32), 1)
-    timing = Timing(
-        warmup_s=0.0,
-        window_s=requests[-1].at_s + 0.1,
-        drain_s=4 * high / capacity.prefill_tokens_per_s + 2.0,
-    )
+    requests = long_prompts(capacity, scale.count, scale.prompt, LAYERED_OUTPUT_LIVE, 1)
+    timing = layered_timing(capacity, requests, high)
 
     def run(name: str) -> Latencies:
         found = run_requests(
-            world.bench, Setting.parse(name), requests, timing, max_step_tokens=8192
+            world.bench,
+            Setting.parse(name),
+            requests,
+            timing,
+            max_step_tokens=8192,
+            until_answered=True,
         )
         return _latencies(found["classes"]["LS"], found["engine"]["expert_bytes"])
 
@@ -206,7 +217,7 @@ def _chats(world: World, seed: int) -> tuple[list[RequestSpec], Timing]:
 def _in_process(world: World, seed: int) -> Mapping[str, Sequence[float]]:
     requests, timing = _chats(world, seed)
     found: Mapping[str, Sequence[float]] = run_requests(
-        world.bench, Setting("qllm2"), requests, timing
+        world.bench, Setting("qllm2"), requests, timing, until_answered=True
     )["samples"]
     return found
 
@@ -244,9 +255,9 @@ def _served_twice(world: World, peer: Peer) -> tuple[tuple[float, float], tuple[
     arrivals = with_tokens(requests, world.bench.corpus)
     slos = {Priority.LS: SLO}
     with started(world, peer, requests) as server:
-        quiet = send_http(server, arrivals, timing.total_s)
+        quiet = send_http(server, arrivals, timing.total_s, until_answered=True)
         with spinners():
-            hogged = send_http(server, arrivals, timing.total_s)
+            hogged = send_http(server, arrivals, timing.total_s, until_answered=True)
     first, second = (samples_of(x, timing, slos, peer)["samples"] for x in (quiet, hogged))
     return _p99s(first), _p99s(second)
 

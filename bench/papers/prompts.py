@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bench.common import estimate, paired, quantile
+from bench.energy import per_ktok
 from bench.papers.rates import mean
 from bench.papers.rows import PRINTED, Claim, Row, World
 from bench.policies.live import Setting, Timing, run_requests
 from qllm import QLLMEngine, SamplingParams
 from qllm.record.summary import request_metrics
 from qllm.types import Priority, Slo
+from qllm.workloads.capacity import Capacity
 from qllm.workloads.generators import Workload
 from qllm.workloads.lengths import Lengths, between
 from qllm.workloads.spec import RequestSpec, Turn
@@ -72,25 +74,32 @@ def new_tokens(requests: Sequence[RequestSpec]) -> dict[str, int]:
     }
 
 
+def chats_per_s(capacity: Capacity, load: float) -> float:
+    """Return the new chats per second at a load."""
+    per_chat = LONG_SHARE * LONG.mean + (TURNS - LONG_SHARE) * SHORT.mean
+    return load * capacity.prefill_tokens_per_s / per_chat
+
+
+def laps_timing(requests: Sequence[RequestSpec], drain_s: float) -> Timing:
+    """Return a window for all chats to begin, and three seconds for their turns."""
+    return Timing(warmup_s=0.0, window_s=max(r.at_s for r in requests) + 3.0, drain_s=drain_s)
+
+
 def laps_rows(world: World) -> list[Row]:
     """Measure `laps` against `fcfs` and `chunked`, live, on chats that only prefill."""
     scale = world.scale
-    per_chat = LONG_SHARE * LONG.mean + (TURNS - LONG_SHARE) * SHORT.mean
     slo = Slo(ttft_ms=4e3 * SHORT.mean / world.capacity.prefill_tokens_per_s)
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in LAPS}
     for seed in scale.seeds:
         for name in LAPS:
             found[name].append({})
         for what, load in LAPS_LOADS.items():
-            per_s = load * world.capacity.prefill_tokens_per_s / per_chat
-            requests = chats(per_s, scale.chats, seed)
-            timing = Timing(
-                warmup_s=0.0,
-                window_s=max(r.at_s for r in requests) + 3.0,
-                drain_s=scale.timing.drain_s,
-            )
+            requests = chats(chats_per_s(world.capacity, load), scale.chats, seed)
+            timing = laps_timing(requests, scale.timing.drain_s)
             for name in LAPS:
-                run = run_requests(world.bench, Setting.parse(name), requests, timing, slo=slo)
+                run = run_requests(
+                    world.bench, Setting.parse(name), requests, timing, slo=slo, until_answered=True
+                )
                 found[name][-1] |= _laps_numbers(what, run, new_tokens(requests), slo)
     world.found["laps"] = found
     how = (
@@ -105,7 +114,11 @@ def _laps_numbers(
     what: str, run: Mapping[str, Any], fresh: Mapping[str, int], slo: Slo
 ) -> dict[str, Any]:
     if what == "throughput":
-        return {"prefill_per_s": run["classes"]["LS"]["prefill_tokens_per_s"]}
+        energy = {n: run["engine"][n] for n in ("joules", "computed_tokens")}
+        return {
+            "prefill_per_s": run["classes"]["LS"]["prefill_tokens_per_s"],
+            "energy": energy,
+        }
     first_ms = run["samples"]["first_ms"]
     shorts = [ms for name, ms in first_ms.items() if fresh[name] <= SHORT.longest]
     return {"short_ms": shorts, "missed": sum(ms > (slo.ttft_ms or 0) for ms in shorts)}
@@ -128,6 +141,8 @@ def _laps_rows(name: str, found: Mapping[str, list[dict[str, Any]]], how: str) -
         target = target if name == "laps" else PRINTED
         more = f" ({missed} of {of})" if claim == "P11" and of else ""
         why = None if value is not None else "fcfs violated none"
+        if claim == "P12":
+            more = f"; {per_ktok([x['energy'] for x in mine])}"
         named = Claim(claim, f"{what}: {name} / fcfs", PLA, paper, target)
         yield Row.of(named, value, f"{how} {load:g}", why, more=more)
 

@@ -132,11 +132,15 @@ def measure_points(world: World, slo: Slo) -> dict[float, dict[str, Point]]:
         for i, load in enumerate(scale.loads):
             mix, timing = workload_of(world, load)
             requests = mix.requests(seed)
-            for name in _policies(scale) if i == 0 else POINT:
-                run = run_requests(world.bench, Setting.parse(name), requests, timing, slo=slo)
+            for name in policies_of(scale) if i == 0 else POINT:
+                run = run_requests(
+                    world.bench, Setting.parse(name), requests, timing, slo=slo, until_answered=True
+                )
                 out[load].setdefault(name, Point()).add(run)
             alone = [r for r in requests if r.priority == Priority.LS]
-            run = run_requests(world.bench, Setting("qllm2"), alone, timing, slo=slo)
+            run = run_requests(
+                world.bench, Setting("qllm2"), alone, timing, slo=slo, until_answered=True
+            )
             out[load].setdefault(ALONE, Point()).add(run)
             for arm in scale.arms:
                 run = rows_of_server(world, arm, requests, timing, slo)
@@ -158,11 +162,15 @@ def measure_frontier(world: World, slo: Slo) -> dict[str, Point]:
                     for r in requests
                 ]
             setting = Setting.parse(name.partition(",")[0])
-            out[name].add(run_requests(world.bench, setting, requests, timing, slo=slo, **settings))
+            out[name].add(
+                run_requests(
+                    world.bench, setting, requests, timing, slo=slo, until_answered=True, **settings
+                )
+            )
     return out
 
 
-def _policies(scale: Scale) -> list[str]:
+def policies_of(scale: Scale) -> list[str]:
     """Return the policies of the lowest load, at which all have the same work to do."""
     others = sorted(set(installed_policies()) - {"chunked-priority", *POINT})
     return [*POINT, *(others if scale.all_policies else ())]

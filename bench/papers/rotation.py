@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from bench.common import paired
+from bench.energy import Run, per_ktok
 from bench.papers.rows import PRINTED, SUPERINFER, Claim, Row, World
 from bench.papers.servers import rows_of_server
 from bench.policies.live import Setting, Timing, run_requests
@@ -43,6 +44,11 @@ def requests_of(pair_s: float, count: int, slo: Slo, seed: int) -> list[RequestS
     return out
 
 
+def drain_s(pair_s: float) -> float:
+    """Return the most seconds after the last arrival."""
+    return max(2.0, 6 * pair_s)
+
+
 def pair_s_of(world: World) -> float:
     """Return the seconds that two requests take together."""
     both = [
@@ -54,7 +60,13 @@ def pair_s_of(world: World) -> float:
     most_s = 20 * (PROMPT / capacity.prefill_tokens_per_s + OUTPUT / capacity.output_tokens_per_s)
     timing = Timing(warmup_s=0.0, window_s=0.1, drain_s=max(2.0, 8 * most_s))
     run = run_requests(
-        world.bench, Setting("fcfs"), both, timing, max_kv_tokens=KV_TOKENS, prefix_cache=False
+        world.bench,
+        Setting("fcfs"),
+        both,
+        timing,
+        max_kv_tokens=KV_TOKENS,
+        prefix_cache=False,
+        until_answered=True,
     )
     return max(run["samples"]["e2e_ms"].values()) / 1e3
 
@@ -65,17 +77,19 @@ def rotation_rows(world: World) -> list[Row]:
     pair_s = pair_s_of(world)
     slo = Slo(ttft_ms=700 * pair_s, tpot_ms=1e3 * pair_s / 7)
     arms: dict[str, list[dict[str, float]]] = {name: [] for name in ARMS}
+    energy: dict[str, list[Run]] = {name: [] for name in ARMS}
     why_not = None
     for seed in range(1, seeds + 1):
         requests = requests_of(pair_s, count, slo, seed)
         last_s = requests[-1].at_s + 0.1
-        timing = Timing(warmup_s=0.0, window_s=last_s, drain_s=max(2.0, 6 * pair_s))
+        timing = Timing(warmup_s=0.0, window_s=last_s, drain_s=drain_s(pair_s))
         for name, (policy, changes) in ARMS.items():
             run = run_requests(
                 world.bench, Setting(policy), requests, timing, slo=slo, be_slo=slo,
-                max_kv_tokens=KV_TOKENS, **changes,
+                max_kv_tokens=KV_TOKENS, until_answered=True, **changes,
             )  # fmt: skip
             arms[name].append(numbers(run["classes"]))
+            energy[name].append({n: run["engine"][n] for n in ("joules", "computed_tokens")})
         try:
             run = rows_of_server(world, VLLM, requests, timing, slo, be_slo=slo)
             arms.setdefault(VLLM, []).append(numbers(run["classes"]))
@@ -87,7 +101,9 @@ def rotation_rows(world: World) -> list[Row]:
         f"tokens, 20 % LS, KV for two, load {LOAD:g}, {seeds} seeds; targets TTFT "
         f"{slo.ttft_ms:,.0f} ms, TPOT {slo.tpot_ms:,.0f} ms"
     )
-    rows = [row for name in arms if name != "rota with swap" for row in _compared(arms, name, how)]
+    spent = per_ktok(energy["rota with swap"])
+    others = [name for name in arms if name != "rota with swap"]
+    rows = [row for name in others for row in _compared(arms, name, how, spent)]
     if why_not is not None:
         claim = Claim("SI6", f"rota with swap against {VLLM}", SUPERINFER, "+74.7 points", PRINTED)
         rows.append(Row.of(claim, None, how, why_not))
@@ -108,7 +124,9 @@ def numbers(classes: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     }
 
 
-def _compared(arms: Mapping[str, list[dict[str, float]]], name: str, how: str) -> Iterator[Row]:
+def _compared(
+    arms: Mapping[str, list[dict[str, float]]], name: str, how: str, spent: str
+) -> Iterator[Row]:
     """Yield the rows of `rota` with swap against another arm, seed by seed."""
     pairs = list(zip(arms["rota with swap"], arms[name], strict=True))
     asked = {"fcfs": (">= 74.7", "<= 1.1", ">= 0.95")}.get(name, (PRINTED,) * 3)
@@ -124,4 +142,4 @@ def _compared(arms: Mapping[str, list[dict[str, float]]], name: str, how: str) -
     for (what, found), target in zip(values.items(), asked, strict=True):
         claim = Claim("SI6", f"rota with swap against {name}: {what}", SUPERINFER,
                       "+74.7 points at comparable TBT and throughput", target)  # fmt: skip
-        yield Row.of(claim, paired(found), how)
+        yield Row.of(claim, paired(found), how, more=f"; {spent}" if "tokens/s" in what else "")

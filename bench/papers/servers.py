@@ -51,7 +51,8 @@ def started(world: World, peer: Peer, warm: Sequence[RequestSpec]) -> Iterator[S
         serving(peer, place, Path(folder) / "log"),
     ):
         arrivals = with_tokens(list(warm[:2]), world.bench.corpus)
-        send_http(server, [replace(a, at_s=0.0, max_tokens=4) for a in arrivals], WARM_S)
+        first = [replace(a, at_s=0.0, max_tokens=4) for a in arrivals]
+        send_http(server, first, WARM_S, until_answered=True)
         yield server
 
 
@@ -71,7 +72,7 @@ def rows_of_server(
     peer = PEERS[arm]
     with started(world, peer, requests) as server:
         arrivals = with_tokens(requests, world.bench.corpus)
-        served = send_http(server, arrivals, timing.total_s)
+        served = send_http(server, arrivals, timing.total_s, until_answered=True)
     return samples_of(served, timing, {Priority.LS: slo, Priority.BE: be_slo or Slo()}, peer)
 
 

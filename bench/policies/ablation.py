@@ -158,6 +158,7 @@ def row_equals(table: Table, run: Run) -> dict[str, Any]:
             f"{side['over_whole']:.2f} ({side['rate']:.0f}/s)",
             f">= {REACH['rate']}" if is_ours and target_ms is None else "",
             side["over_whole"] >= REACH["rate"] if is_ours and target_ms is None else None,
+            energy=side["energy"],
         )
     return found
 

@@ -155,6 +155,7 @@ def pooled(
         if best:
             out["be_harvest"] = out["be_tokens_per_s"] * len(alone) / best
     engine = [r["engine"] for r in served]
+    out["energy"] = [{n: e.get(n) for n in ("joules", "computed_tokens")} for e in engine]
     latency = [e["preempt_latency_ms"]["p99"] for e in engine if e["preempt_latency_ms"]]
     out["preempt_latency_p99_ms"] = max(latency, default=None)
     out["class_inversions"] = sum(e["class_inversions"] for e in engine)
@@ -210,6 +211,7 @@ def _lines(
             f"  {name} {label}: BE prefill + output tokens/s; TTFT p50; stall",
             f"{entry['be_prefill_per_s']:.0f} + {entry['be_output_per_s']:.1f}{harvest}; "
             f"{'-' if wait is None else format(wait, '.0f')} ms; {entry['be_max_stall_ms']:.0f} ms",
+            energy=entry["energy"],
         )
 
 

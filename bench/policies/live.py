@@ -164,14 +164,28 @@ def run_requests(
     *,
     slo: Slo = SLO,
     be_slo: Slo | None = None,
+    until_answered: bool = False,
     **changes: Any,
 ) -> dict[str, Any]:
-    """Serve requests and report them. Requests of BE have targets only with `be_slo`."""
+    """Serve requests and report them. Requests of BE have targets only with `be_slo`.
+
+    Args:
+        bench: Model and shared settings.
+        setting: Policy of the engine.
+        requests: Requests to serve.
+        timing: Warm-up, window, drain.
+        slo: Targets of LS.
+        be_slo: Targets of BE.
+        until_answered: True to end the run when all requests are answered, at the latest after the
+            drain. The window is fixed. So only `took_s` and `joules` depend on it, and what is
+            divided by them.
+        **changes: Engine settings of this run.
+    """
     begin = time.monotonic()
     arrivals = with_tokens(requests, bench.corpus)
     with bench.engine(setting, **changes) as engine:
         meter = Meter()
-        run = send(engine, arrivals, timing.total_s)
+        run = send(engine, arrivals, timing.total_s, until_answered=until_answered)
         joules = meter.joules()
         stats = engine.stats()
         policy = repr(engine.policy)

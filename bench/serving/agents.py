@@ -58,6 +58,8 @@ from bench.common import (
     result_file,
     without_paths,
 )
+from bench.energy import Run as EnergyRun
+from bench.energy import answered_tokens, metered
 from bench.serving.agents_numbers import Run, different, in_turn, mean_rate, prefix_share
 from bench.serving.qllm_serve import Serve, serving
 from bench.serving.servers import (
@@ -174,8 +176,10 @@ class Bench:
             at_s=0.0, name="warm", priority=0, token_ids=tuple(self.corpus[:96]), max_tokens=4
         )
         talk_http(server, [warm], self.args.most_s)
-        begin, depth = time.monotonic(), self.args.depth
-        served = talk_http(server, agents, self.args.most_s, batch=batch, depth=depth)
+        begin, depth, energy = time.monotonic(), self.args.depth, list[EnergyRun]()
+        with metered(energy) as tokens:
+            served = talk_http(server, agents, self.args.most_s, batch=batch, depth=depth)
+            tokens.append(answered_tokens(served))
         names = {arrival.name for arrival in agents}
         return Run(
             agents=[s for s in served if s.spec.name in names],
@@ -365,7 +369,10 @@ def tabulate(
     found["batch_tokens_per_s"] = rates
     ours, theirs = rates["with_batch"], rates["priority"]
     over = ours / theirs if ours and theirs else 0.0  # too few prompts ended in a round
-    _least(table, "batch tokens/s, qllm2 / priority", over, REACH["batch"])
+    _least(
+        table, "batch tokens/s, qllm2 / priority", over, REACH["batch"],
+        [one for run in runs["with_batch"] for one in run.energy],
+    )  # fmt: skip
     ttft = ratio(runs, "ttft_ms", 99, "priority")
     table.add("  LS TTFT p99 under priority / alone", ttft.text())
     wrong = sum(map(len, equal["different"].values())) + len(equal["different_without_cache"])
@@ -385,8 +392,10 @@ def tabulate(
     return found
 
 
-def _least(table: Table, what: str, value: float, least: float) -> None:
-    table.add(what, f"{value:.3f}", f">= {least:g}", value >= least)
+def _least(
+    table: Table, what: str, value: float, least: float, energy: list[EnergyRun] | None = None
+) -> None:
+    table.add(what, f"{value:.3f}", f">= {least:g}", value >= least, energy=energy)
 
 
 def _ms(runs: Sequence[Run], what: str, p: float) -> str:
@@ -414,7 +423,11 @@ def _add_vllm(table: Table, ours: Sequence[Run], rivals: Runs) -> dict[str, Any]
     for arm, of in rivals.items():
         text = "; ".join(_ms(of, "ttft_ms", p) for p in (50, 99))
         rate = f"{mean_rate(of) or 0:.0f} tokens/s"
-        table.add(f"{arm}: LS TTFT p50; p99 ms; batch", f"{text}; {rate}")
+        table.add(
+            f"{arm}: LS TTFT p50; p99 ms; batch",
+            f"{text}; {rate}",
+            energy=[one for run in of for one in run.energy],
+        )
     best = next(iter(rivals))
     value = estimate(
         [run.ttft_ms for run in rivals[best]], quantile(99), [run.ttft_ms for run in ours]

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from bench.energy import Run as EnergyRun
 from qllm.types import Priority
 from qllm.workloads.measure import Served
 from qllm.workloads.spec import Arrival, Turn
@@ -23,6 +24,8 @@ class Run:
     """Cores that processes of others used meanwhile."""
     server: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the server at the end."""
+    energy: Sequence[EnergyRun] = ()
+    """Energy of the run."""
 
     @property
     def ls(self) -> list[Served]:

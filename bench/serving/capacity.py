@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bench.common import RESULTS, ROOT, Table, machine, paired, plain, result_file
+from bench.energy import Run, answered_tokens, metered
 from bench.serving.servers import (
     PEERS,
     Place,
@@ -150,11 +151,19 @@ def measure(args: argparse.Namespace) -> Found:
             load = LOADS[what].scaled(args.scale)
             for name in args.peers[:: -1 if number % 2 else 1]:
                 source = requests(load, corpus, args.seed + number)
-                served = saturate_http(servers[name], source, load.concurrency, load.stop_s)
-                got = rates(load, served)
+                energy = list[Run]()
+                with metered(energy) as tokens:
+                    served = saturate_http(servers[name], source, load.concurrency, load.stop_s)
+                    tokens.append(answered_tokens(served))
+                got = rates(load, served) | {"energy": energy}
                 found[what][name].append(got)
                 print(f"  round {number + 1}, {what}, {name}: {got['value']:.1f}", flush=True)
     return found
+
+
+def energy_of(runs: Sequence[dict[str, Any]]) -> list[Run]:
+    """Return the energy of all runs of a load."""
+    return [one for run in runs for one in run["energy"]]
 
 
 def tabulate(table: Table, found: Found) -> dict[str, Any]:
@@ -167,7 +176,11 @@ def tabulate(table: Table, found: Found) -> dict[str, Any]:
                 np.median([r[f"{kind}_tokens_per_s"] for r in runs])
                 for kind in ("output", "prefill")
             )
-            table.add(f"{what}, {name}: output + prefill tokens/s", f"{out:.0f} + {prefill:.0f}")
+            table.add(
+                f"{what}, {name}: output + prefill tokens/s",
+                f"{out:.0f} + {prefill:.0f}",
+                energy=energy_of(runs),
+            )
             if name == "qllm":
                 continue
             ratio = paired([a / r["value"] for a, r in zip(ours, runs, strict=True)])
@@ -178,6 +191,7 @@ def tabulate(table: Table, found: Found) -> dict[str, Any]:
                 f"{ratio.text()} ({np.median(ours):.0f} / {value:.0f})",
                 f">= {TARGETS[what]}",
                 ratio.value >= TARGETS[what],
+                energy=energy_of(by_peer["qllm"]),
             )
     return ratios
 

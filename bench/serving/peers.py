@@ -37,6 +37,7 @@ from bench.common import (
     without_paths,
     write_result,
 )
+from bench.energy import Run, answered_tokens, metered
 from bench.serving.servers import (
     PEERS,
     VLLM_ARMS,
@@ -131,7 +132,10 @@ class Bench:
             first = send_http(server, warm, 1.0 if self.args.quick else 5.0)
             cpu, busy, own = cpu_s(process.pid), busy_cores()[0], time.process_time()
             begin = time.monotonic()
-            served = send_http(server, arrivals, self.window.stop_s)
+            energy = list[Run]()
+            with metered(energy) as tokens:
+                served = send_http(server, arrivals, self.window.stop_s)
+                tokens.append(answered_tokens(served))
             took = time.monotonic() - begin
             cores = (cpu_s(process.pid) - cpu) / took
             client = (time.process_time() - own) / took
@@ -145,6 +149,7 @@ class Bench:
             "client_cores": client,
             "other_cores": other,
             "errors": errors[:3],
+            "energy": energy,
             "samples": _samples(served, self.window),
         }
 
@@ -176,6 +181,7 @@ def pooled(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for name in ("prefill_tokens_per_s", "output_tokens_per_s"):
         rates = [r["BE"][name] for r in runs if "BE" in r]
         out[f"be_{name}"] = sum(rates) / len(rates) if rates else None
+    out["energy"] = [one for r in runs for one in r["energy"]]
     out["platform"] = runs[0]["platform"]
     out["other_cores"] = max(r["other_cores"] for r in runs)
     out["errors"] = sorted({e for r in runs for e in r["errors"]})
@@ -249,6 +255,7 @@ def _lines(table: Table, label: str, entry: dict[str, Any]) -> None:
         table.add(
             f"  {label}: BE prefill + output tokens/s",
             f"{entry['be_prefill_tokens_per_s']:.0f} + {entry['be_output_tokens_per_s']:.0f}",
+            energy=entry["energy"],
         )
     if entry["platform"] is not None:
         table.add(f"  {label}: vLLM's platform", entry["platform"])
@@ -289,6 +296,7 @@ def _ratios(table: Table, runs: Runs) -> None:
                 rates[0] >= BE_TARGET * rates[1] and _attainment(runs[name]) >= BE_SLO
                 if judged
                 else None,
+                energy=[one for r in runs[name] for one in r["energy"]],
             )
 
 

@@ -122,6 +122,7 @@ def doctor(
         ),
         ("checkpoints", f"bfloat16, float16, float32, {', '.join(FORMATS)}, GGUF{_gguf()}"),
         ("CUDA", _cuda()),
+        ("calls of CUDA", _cuda_calls()),
         ("tool calls", f"in the formats {', '.join(formats())} (--tool-calls)"),
         ("floor for BE", _floor(config)),
         ("gaps of a stream", _gaps(policy)),
@@ -294,3 +295,17 @@ def _cuda() -> str:
     if not torch.cuda.is_available():
         return "no device; qllm runs on the CPU"
     return f"{torch.cuda.get_device_name()}; device='cuda' serves on it"
+
+
+def _cuda_calls() -> str:
+    """Return the package that makes CUDA's calls, and what it cannot do."""
+    from qllm.cuda.calls import BindingsCalls, cuda_calls
+    from qllm.errors import ConfigError
+
+    try:
+        name = cuda_calls().name
+    except ConfigError as error:
+        return str(error)
+    if name == BindingsCalls.name:
+        return f"by {name}"
+    return f"by {name}: stages are not checked, and loop='conditional' needs {BindingsCalls.name}"

@@ -6,10 +6,9 @@ one GPU.
 """
 
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
 
+from qllm.cuda.calls import Compiled, cuda_calls
 from qllm.errors import ConfigError, pip_install
 
 CSRC = Path(__file__).parent / "csrc"
@@ -24,13 +23,6 @@ OVERLAPS = ("exact", "lossy-fused")
 """Forms of the kernel. "lossy-fused" lets the fabric add partial sums, in no specified order."""
 FIRST_MULTICAST = 90
 """First architecture with multicast addresses, as a number: sm_90."""
-
-
-class Compiled(NamedTuple):
-    """A kernel for one architecture."""
-
-    ptx: str
-    cubin: bytes
 
 
 def compile_norm(net: str, ranks: int, arch: str, overlap: str = "exact") -> Compiled:
@@ -75,26 +67,10 @@ def _compile(arch: str, *defines: str) -> Compiled:
     # Contracted products would have other bits than the host's.
     options = [f"-arch={arch}", "-std=c++17", "-fmad=false", f"-I{CSRC}", *defines]
     try:
-        from cuda.bindings import nvrtc
-
-        _, program = nvrtc.nvrtcCreateProgram(source, KERNEL.encode(), 0, [], [])
-    except (ImportError, RuntimeError) as error:  # the bindings, or the library, are missing
+        return cuda_calls().compile(source, KERNEL, options)
+    except RuntimeError as error:  # NVRTC's library is missing
         raise ConfigError(
             f"compiling for a device needs NVRTC ({error}); {pip_install('device')}"
         ) from error
-    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
-    if status.value:
-        log = _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
-        said = log.decode(errors="replace").strip("\0 \n")
-        raise ConfigError(f"arch={arch!r}: NVRTC reports {status.name}: {said}")
-    ptx = _read(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program)
-    cubin = _read(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
-    nvrtc.nvrtcDestroyProgram(program)
-    return Compiled(ptx.decode().rstrip("\0"), cubin)
-
-
-def _read(size: Callable[[Any], Any], read: Callable[[Any, bytes], Any], program: Any) -> bytes:
-    _, num_bytes = size(program)
-    data = bytes(num_bytes)
-    read(program, data)  # fills it
-    return data
+    except ConfigError as error:
+        raise ConfigError(f"arch={arch!r}: {error}") from error

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from qllm.cuda.calls import cuda_calls
 from qllm.errors import DeviceError
 
 
@@ -55,12 +56,14 @@ class StreamApi(Protocol):
 
 
 class TorchStreams:
-    """An API of torch's streams and events, and of cuda-bindings where torch has no call."""
+    """An API of torch's streams and events, and of `cuda_calls` where torch has no call.
+
+    Raises:
+        ConfigError: No package makes these calls.
+    """
 
     def __init__(self) -> None:
-        from cuda.bindings import runtime
-
-        self._runtime: Any = runtime
+        self._calls = cuda_calls()
 
     def new_stream(self) -> Any:
         cuda: Any = torch.cuda
@@ -82,24 +85,24 @@ class TorchStreams:
     def copy(self, to: Tensor, source: Tensor, stream: Any) -> None:
         # one call of a copy engine for all layers: a row is a layer's tokens, a pitch its stride
         to_pitch, pitch = (x.stride(0) * x.itemsize for x in (to, source))
-        width = source[0].nbytes
-        (error,) = self._runtime.cudaMemcpy2DAsync(
-            to.data_ptr(), to_pitch, source.data_ptr(), pitch, width, len(source),
-            self._runtime.cudaMemcpyKind.cudaMemcpyDefault, stream.cuda_stream,
-        )  # fmt: skip
-        if int(error):
-            raise DeviceError(f"CUDA answered {error!r} to a copy of KV")
+        rows = len(source), source[0].nbytes
+        target, origin = (to.data_ptr(), to_pitch), (source.data_ptr(), pitch)
+        try:
+            self._calls.copy_rows(target, origin, rows, stream.cuda_stream)
+        except RuntimeError as error:
+            raise DeviceError(f"CUDA answered {error} to a copy of KV") from error
 
     def lock(self, num_bytes: int) -> Tensor:
         # registered, not allocated by torch, which rounds up to a power of two
         memory = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
-        (error,) = self._runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0)
-        if int(error):
+        try:
+            self._calls.lock(memory.data_ptr(), num_bytes)
+        except RuntimeError as error:
             raise DeviceError(
-                f"{num_bytes} bytes of RAM for KV cannot be page-locked (CUDA answered {error!r}); "
+                f"{num_bytes} bytes of RAM for KV cannot be page-locked (CUDA answered {error}); "
                 "lower swap_kv_tokens or prefix_cache_tokens"
-            )
+            ) from error
         return memory
 
     def unlock(self, memory: Tensor) -> None:
-        self._runtime.cudaHostUnregister(memory.data_ptr())
+        self._calls.unlock(memory.data_ptr())

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from cuda.bindings import driver, runtime
 
+from qllm.cuda.calls import BindingsCalls
 from qllm.cuda.graphs import raw_node_types
 from qllm.device.ring_memory import Pinned
 from qllm.errors import DeviceError
@@ -38,11 +39,14 @@ class CudaLoopApi:
         cuda: Any = torch.cuda
         self._stream = cuda.Stream()
         self._ended: Any = None
+        self._calls = BindingsCalls()
 
     def load(self, cubin: bytes, name: str) -> Any:
         """Load a kernel of a cubin, which stays loaded."""
-        module = _checked(driver.cuModuleLoadData(cubin))
-        return _checked(driver.cuModuleGetFunction(module, name.encode()))
+        try:
+            return self._calls.load(cubin, name)
+        except RuntimeError as error:
+            raise DeviceError(f"CUDA answered {error} to the load of {name}") from error
 
     def new_graph(self) -> Any:
         return _checked(runtime.cudaGraphCreate(0))
@@ -81,7 +85,9 @@ class CudaLoopApi:
         return _checked(runtime.cudaGraphAddChildGraphNode(graph, [], 0, _raw(child)))
 
     def node_types(self, graph: Any) -> list[str]:
-        return raw_node_types(graph)
+        types = raw_node_types(graph, self._calls)
+        assert types is not None  # `needs_bindings` checked it
+        return types
 
     def instantiate(self, graph: Any) -> Any:
         made = _checked(runtime.cudaGraphInstantiate(graph, 0))

@@ -13,6 +13,7 @@ import numpy as np
 
 from qllm.config import EngineConfig
 from qllm.cuda.backend import CudaBackend
+from qllm.cuda.calls import needs_bindings
 from qllm.device import lanes, layout
 from qllm.device.launcher import LANES, STATE, DeviceEngine
 from qllm.device.ring_memory import RingMemory
@@ -43,6 +44,7 @@ class GpuEngine(ServedEngine):
 
     @staticmethod
     def check(policy: Any, config: EngineConfig) -> None:
+        needs_bindings("loop='conditional'")
         check_compilable(policy)
 
     def __init__(

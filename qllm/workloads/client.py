@@ -100,18 +100,25 @@ class Server:
         return {key: value for key, value in body.items() if value is not None}
 
 
-def send_http(server: Server, arrivals: Sequence[Arrival], seconds: float) -> list[Served]:
+def send_http(
+    server: Server, arrivals: Sequence[Arrival], seconds: float, *, until_answered: bool = False
+) -> list[Served]:
     """Send every arrival at its time. Close unanswered requests at the end.
 
     Args:
         server: Server to send to.
         arrivals: Arrivals in order of time. A request that follows another comes after it.
         seconds: Length of the run.
+        until_answered: True to end as soon as all is answered, turns of sessions included.
 
     Raises:
         ConfigError: aiohttp is not installed, or nothing answers at the address.
     """
-    return _run(server, lambda session: _send_all(session, server, arrivals, seconds))
+
+    def send(session: "aiohttp.ClientSession") -> Awaitable[list[Served]]:
+        return _send_all(session, server, arrivals, seconds, until_answered)
+
+    return _run(server, send)
 
 
 def saturate_http(
@@ -190,11 +197,18 @@ def _run(
 
 
 async def _send_all(
-    session: "aiohttp.ClientSession", server: Server, arrivals: Sequence[Arrival], seconds: float
+    session: "aiohttp.ClientSession",
+    server: Server,
+    arrivals: Sequence[Arrival],
+    seconds: float,
+    until_answered: bool = False,
 ) -> list[Served]:
     client = _Client(session, server, arrivals)
     await client.send_first(seconds)
-    await asyncio.sleep(max(0.0, seconds - client.now_s))
+    if until_answered:
+        await client.wait(seconds)
+    else:
+        await asyncio.sleep(max(0.0, seconds - client.now_s))
     await client.close()
     return client.served
 

@@ -174,6 +174,8 @@ def send(
     arrivals: Sequence[Arrival],
     seconds: float,
     on_tick: Callable[[float], None] | None = None,
+    *,
+    until_answered: bool = False,
 ) -> Sent:
     """Submit every arrival at its time from a thread, and cancel unfinished requests at the end.
 
@@ -182,6 +184,8 @@ def send(
         arrivals: Arrivals in order of time.
         seconds: Length of the window.
         on_tick: Callback with the seconds since the start, a few times per second.
+        until_answered: True to end as soon as all arrivals have ended. No event comes later. So a
+            report with a fixed window is the same. `window_s` is shorter.
     """
     client = Client(engine, arrivals)
     client.start()
@@ -190,6 +194,8 @@ def send(
             time.sleep(min(left, TICK_S))
             if on_tick is not None:
                 on_tick(min(seconds, time.monotonic() - client.start_s))
+            if until_answered and client.is_answered:
+                break
         end_ns = engine.now_ns()
     finally:
         handles = client.stop()
@@ -246,6 +252,11 @@ class Client(threading.Thread):
                 self._submit(arrival)
         except BaseException as error:  # noqa: BLE001 - `stop` raises it again
             self._error = error
+
+    @property
+    def is_answered(self) -> bool:
+        """Return True if all arrivals are submitted and have ended, or if the thread has failed."""
+        return not self.is_alive() and all(handle.has_ended for handle in self.handles)
 
     def _now_s(self) -> float:
         return time.monotonic() - self.start_s

@@ -4,7 +4,6 @@ import ctypes
 import random
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -247,6 +246,11 @@ def test_what_cannot_be_compiled_is_refused(asked: tuple[str, int, str], said: s
 
 
 def test_without_the_compiler_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    with pytest.raises(ConfigError, match=r"needs NVRTC .*; pip install numba"):
+    from cuda.bindings import nvrtc
+
+    def missing(*_: object) -> None:
+        raise RuntimeError("no libnvrtc")
+
+    monkeypatch.setattr(nvrtc, "nvrtcCreateProgram", missing)
+    with pytest.raises(ConfigError, match=r"needs NVRTC \(no libnvrtc\); pip install numba"):
         compile_norm("Loads", 2, "sm_90")

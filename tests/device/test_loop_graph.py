@@ -167,9 +167,11 @@ def test_calls_reach_cuda_with_the_arguments_it_takes() -> None:
     """Without a driver every call answers so: a wrong argument would be a TypeError instead."""
     from cuda.bindings import driver, runtime
 
+    from qllm.cuda.calls import BindingsCalls
     from qllm.device.graph_api import CudaLoopApi
 
     api = CudaLoopApi.__new__(CudaLoopApi)
+    api._calls = BindingsCalls()
     api._stream = SimpleNamespace(cuda_stream=0)
     api._ended = SimpleNamespace(cuda_event=0)
     graph = runtime.cudaGraph_t(init_value=0)

@@ -17,9 +17,86 @@ import torch
 from bench import common
 from bench.common import Table
 from bench.engine.drafts import peer_row
+from bench.papers import papers as of_papers
 from bench.papers import parts as papers
-from bench.policies import pareto, routing
+from bench.papers.estimate import estimated, lines
+from bench.papers.rates import POINT, workload_of
+from bench.papers.rows import FULL, World
+from bench.policies import live, pareto, routing
+from qllm.types import Priority
+from qllm.workloads import mix
+from qllm.workloads.capacity import Capacity
+from qllm.workloads.spec import RequestSpec
 from tests.support.files import ROOT
+
+
+def test_a_window_ends_with_the_last_answer_and_its_numbers_are_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A drain is as long as an unfinished request may take, so most of it is idle."""
+    ticks: list[float] = []
+
+    def watched(*given: Any, **how: Any) -> Any:
+        assert given[2] == 3600.3
+        return mix.send(*given, on_tick=note, **how)
+
+    def note(at_s: float) -> None:
+        ticks.append(at_s)
+        assert len(ticks) < 1000, "all is answered, and the run goes on"
+
+    monkeypatch.setattr(live, "send", watched)
+    bench = live.Bench.load("1m")
+    requests = [
+        RequestSpec(at_s=0.1 * i, priority=Priority.LS, num_prompt_tokens=16, max_tokens=4,
+                    name=f"ls-{i}")
+        for i in range(3)
+    ]  # fmt: skip
+    timing = live.Timing(warmup_s=0.1, window_s=0.2, drain_s=3600.0)
+    setting = live.Setting("fcfs")
+    found = live.run_requests(bench, setting, requests, timing, until_answered=True)
+    assert found["classes"]["LS"]["arrived"] == found["classes"]["LS"]["finished"] == 2
+    assert timing.window.stop_s == 3600.3
+
+
+def capacity_of(times: int) -> Capacity:
+    return Capacity(prefill_tokens_per_s=times * 1000.0, output_tokens_per_s=times * 100.0)
+
+
+def test_the_time_of_each_part_follows_from_the_rates() -> None:
+    """Half the rate takes twice the time, where the work is given; windows stay."""
+    slow, fast = (World(scale=FULL, settings={}, _capacity=capacity_of(by)) for by in (1, 2))
+    for part in papers.PARTS:
+        least, most = estimated(slow, part) or (0.0, 1.0)
+        assert least < most
+        assert (estimated(fast, part) is None) == (part == "layered-sim")
+    for part, most in (("rates", 2.0), ("rotation", 2.0), ("layered", 2.0), ("streams", 1.0)):
+        times = [estimated(world, part) for world in (slow, fast)]
+        assert times[0] is not None
+        assert times[1] is not None
+        assert times[0].least_s / times[1].least_s == pytest.approx(most, rel=0.05)
+    found = estimated(slow, "rates")
+    assert found is not None
+    per_s = {load: workload_of(slow, load)[0].nominal_rates()[Priority.LS] for load in FULL.loads}
+    points = [FULL.ls_requests / rate for rate in per_s.values()]
+    assert found.least_s > len(POINT) * sum(points)
+    shown = lines(slow, ["hogs", "layered-sim"])
+    assert "1,000 prompt and 100 output tokens/s" in shown[0]
+    assert shown[1].split() == ["hogs", "4", "to", "6", "min"]
+    assert "simulated" in shown[2]
+
+
+def test_an_estimate_measures_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure(*_: Any) -> None:
+        raise AssertionError("a part was measured")
+
+    monkeypatch.setattr(of_papers, "measure", measure)
+    monkeypatch.setattr(World, "capacity", capacity_of(1))
+    monkeypatch.setattr(sys, "argv", ["papers", "--estimate", "--parts", "hogs,laps"])
+    assert of_papers.main() == 0
+    said = capsys.readouterr().out
+    assert [line.split()[0] for line in said.splitlines()] == ["at", "hogs", "laps", "together"]
 
 
 def points(module: ModuleType, *pairs: tuple[float, float]) -> list[Any]:
@@ -374,7 +451,7 @@ print(json.dumps({"times": [asked["threads"] / (1 + asked["drafts"])] * n,
 
 
 def test_answers_of_another_engine_are_compared_with_its_own() -> None:
-    table, asked = Table(), {"prompts": [[1], [2], [3], [4]], "threads": 10}
+    table, asked = Table(), {"prompts": [[1], [2], [3], [4]], "new": 2, "threads": 10}
     found = peer_row("theirs", [sys.executable, "-c", ANSWERS], asked, table)
     assert found == {"speed": 5.0, "same": 0.75, "drafted": 48, "accepted": 16}
     assert [(line.name, line.value) for line in table.lines] == [

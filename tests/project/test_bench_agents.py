@@ -168,7 +168,7 @@ def test_every_row_with_a_target_is_judged(bench: agents.Bench) -> None:
     good, bad = Table(), Table()
     agents.tabulate(good, bench, runs_of(bench), EQUAL, {})
     assert not good.missed
-    judged = [what for what, _, target, _ in good.lines if target != "printed"]
+    judged = [line.name for line in good.lines if line.target != "printed"]
     assert len(judged) == 9
     runs = runs_of(bench, slow=1.5)
     runs["with_batch"] = [
@@ -179,7 +179,7 @@ def test_every_row_with_a_target_is_judged(bench: agents.Bench) -> None:
     runs["killed"] = [replace(run, agents=run.agents[1:]) for run in runs["killed"]]
     wrong = EQUAL | {"different": {**EQUAL["different"], "with_batch": ["ls-0.1"]}}
     agents.tabulate(bad, bench, runs, wrong, {"vllm": runs["alone"]})
-    missed = [what for what, _, _, ok in bad.lines if ok is False]
+    missed = [line.name for line in bad.lines if line.reached is False]
     assert missed == [
         "LS TTFT p50 next to the batch / alone",
         "LS TTFT p99 next to the batch / alone",

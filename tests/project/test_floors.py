@@ -69,7 +69,8 @@ GROUPS = {
     ),
     "sharded.plan": Floor("errors", PURE),
     "cuda": Floor(
-        "errors types plan scheduler models kernels runner", STDLIB | {"cuda", "numpy", "torch"}
+        "errors types plan scheduler models kernels runner",
+        STDLIB | {"cuda", "cupy", "numpy", "torch"},
     ),
     # requests in, tokens out
     "ingress": Floor(f"{BASE} record runner.protocol", STDLIB | {"numpy"}),

@@ -381,6 +381,19 @@ def test_a_server_is_measured_from_when_requests_were_due(loop: VirtualLoop) -> 
     assert found["p9"].tpot_ms == pytest.approx(30)
 
 
+def test_a_run_over_http_may_end_with_the_last_answer(loop: VirtualLoop) -> None:
+    server, session = Server(url="", model="m"), FakeSession()
+    arrivals = [arrival(0.0, 8), arrival(0.2, 9)]
+    sent = client._send_all(session, server, arrivals, 9.0, until_answered=True)
+    found = loop.run_until_complete(sent)
+    assert loop.now_s == pytest.approx(0.37)
+    assert all(s.done for s in found)
+    loop.run_until_complete(
+        client._send_all(session, server, [arrival(0.0, 14)], 2.0, until_answered=True)
+    )
+    assert loop.now_s == pytest.approx(2.37)
+
+
 def test_what_a_server_says_over_http_is_kept(fake: FakeServer) -> None:
     server = Server(url=f"http://127.0.0.1:{fake.port}", model="m", bodies=class_bodies("priority"))
     arrivals = [arrival(0.0, 8), arrival(0.0, 13), arrival(0.0, 15), arrival(0.0, 9, Priority.BE)]

@@ -1,7 +1,7 @@
 """Sessions of agents: published medians, prompts that extend the last turn, turns that wait."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from statistics import fmean, median
 from typing import Any
@@ -16,10 +16,11 @@ from qllm.types import Priority
 from qllm.workloads.capacity import Capacity
 from qllm.workloads.generators import Workload
 from qllm.workloads.lengths import between
-from qllm.workloads.mix import Client
+from qllm.workloads.mix import Client, send
 from qllm.workloads.sessions import AGENTS, Conversations
 from qllm.workloads.spec import Arrival, RequestSpec, Turn
 from qllm.workloads.tokens import with_tokens
+from tests.support.families import make_model
 from tests.support.waiting import wait_for
 
 SMALL = Capacity(prefill_tokens_per_s=2000.0, output_tokens_per_s=150.0)
@@ -164,6 +165,43 @@ def test_a_turn_whose_answer_broke_off_is_followed_by_none(engine: QLLMEngine) -
     handle.cancel()
     client.join(60)
     assert [h.request_id for h in client.stop()] == ["a"]
+
+
+def ends_in_time(ticks: list[float]) -> Callable[[float], None]:
+    """Return a callback of `send` that fails where it waits for nothing."""
+
+    def note(at_s: float) -> None:
+        ticks.append(at_s)
+        assert len(ticks) < 500, "all is answered, and the run goes on"
+
+    return note
+
+
+@pytest.fixture
+def recording() -> Iterator[QLLMEngine]:
+    with QLLMEngine.from_model(make_model("mixtral"), record=True, conformance=False) as engine:
+        yield engine
+
+
+def test_a_run_until_all_is_answered_waits_for_turns_and_for_nothing_else(
+    recording: QLLMEngine,
+) -> None:
+    one = Arrival(at_s=0.0, name="a", priority=10, token_ids=(5,) * 20, max_tokens=3)
+    two = replace(one, name="b", max_tokens=2, follows=Turn("a", 0.3, "a"))
+    late = replace(one, name="c", at_s=0.6)
+    ticks: list[float] = []
+    done = send(recording, [one, two, late], 3600.0, ends_in_time(ticks), until_answered=True)
+    answers = done.tokens()
+    assert {name: len(ids) for name, ids in answers.items()} == {"a": 3, "b": 2, "c": 3}
+
+
+def test_a_run_with_an_unanswered_request_waits_for_its_end(recording: QLLMEngine) -> None:
+    endless = Arrival(at_s=0.0, name="d", priority=10, token_ids=(5,) * 20, max_tokens=3000)
+    done = send(recording, [endless], 0.5, until_answered=True)
+    assert done.window_s >= 0.5
+    assert len(done.tokens()["d"]) < 3000
+    whole = send(recording, [replace(endless, name="e", max_tokens=1)], 0.5)
+    assert whole.window_s >= 0.5
 
 
 def workload(**more: Any) -> Workload:
