@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from bench.common import Table, machine, plain, result_file
+from bench.energy import Run, metered
 from bench.serving.qllm_serve import Serve, serving
 from qllm import QLLMEngine
 from qllm.config import engine_config
@@ -55,6 +56,7 @@ class Arm(NamedTuple):
     tokens: int
     seconds: float
     answers: Sequence[Mapping[str, Any]]
+    energy: Run
 
     @property
     def per_s(self) -> float:
@@ -87,11 +89,12 @@ def ask(url: str, asked: Mapping[str, Any]) -> dict[str, Any]:
 
 def run_arm(url: str, texts: Sequence[str], num: int, model: str) -> Arm:
     """Send the requests of a mix, `AT_ONCE` at a time."""
-    began = time.monotonic()
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+    began, runs = time.monotonic(), list[Run]()
+    with metered(runs) as computed, ThreadPoolExecutor(AT_ONCE) as pool:
         answers = list(pool.map(lambda text: ask(url, body(text, num, model)), texts))
+        computed += [one["usage"]["total_tokens"] - 1.0 for one in answers]
     tokens = sum(one["usage"]["completion_tokens"] for one in answers)
-    return Arm(tokens, time.monotonic() - began, answers)
+    return Arm(tokens, time.monotonic() - began, answers, runs[0])
 
 
 def disagreement(url: str, arm: Arm) -> tuple[int, int]:
@@ -155,7 +158,8 @@ def beside_be(url: str, seconds: float, seed: int, num: int) -> dict[str, Any]:
             asked = {**body(f"{n} {text}", num, "whole"), "service_tier": "flex"}
             tokens.append(ask(url, asked)["usage"]["total_tokens"])
 
-    with ThreadPoolExecutor(2) as pool:
+    runs: list[Run] = []
+    with metered(runs) as computed, ThreadPoolExecutor(2) as pool:
         jobs = [pool.submit(be) for _ in range(2)]
         while time.monotonic() < stop:
             time.sleep(rng.expovariate(1.0))
@@ -163,7 +167,8 @@ def beside_be(url: str, seconds: float, seed: int, num: int) -> dict[str, Any]:
             ttft_ms.append(first_ms(url, body(text, 8, "auto")))
         for job in jobs:
             job.result()
-    return {"ttft_ms": ttft_ms, "be_per_s": sum(tokens) / seconds}
+        computed.append(float(sum(tokens)))
+    return {"ttft_ms": ttft_ms, "be_per_s": sum(tokens) / seconds, "energy": runs[0]}
 
 
 def first_ms(url: str, asked: Mapping[str, Any]) -> float:
@@ -211,7 +216,7 @@ def sizes(table: Table, folder: Path, profile: DepthProfile, memory: str) -> dic
     for what, key in (("alone", "alone_per_s"), ("8 together", "batch_per_s")):
         ratio = getattr(half, key) / getattr(whole, key)
         text = f"{ratio:.2f} ({half.agreed:.1%} of the tokens agree)"
-        table.add(f"tokens/s of decode, {what}, half the layers / whole", text)
+        table.add(f"speed of decode in the profile, {what}, half the layers / whole", text)
     return {"half": rooms[0], "whole": rooms[1]}
 
 
@@ -222,6 +227,7 @@ def mixes(
     order = [*KINDS, "all"]
     rates: dict[str, dict[str, list[float]]] = {k: {n: [] for n in names} for k in order}
     wrong: dict[str, dict[str, list[tuple[int, int]]]] = {k: {n: [] for n in names} for k in order}
+    energy: dict[str, list[Run]] = {k: [] for k in order}
     for seed in range(rounds):
         asked = {kind: texts_of(kind, count, seed) for kind in KINDS}
         asked["all"] = [text for kind in KINDS for text in asked[kind]]
@@ -229,6 +235,7 @@ def mixes(
             for name in random.Random(seed).sample(list(names), len(names)):
                 arm = run_arm(url, some, num, name)
                 rates[kind][name].append(arm.per_s)
+                energy[kind] += [arm.energy] if name == "auto" else []
                 wrong[kind][name].append(disagreement(url, arm))
     mean = {k: {n: statistics.mean(x) for n, x in of.items()} for k, of in rates.items()}
     part = {
@@ -245,17 +252,17 @@ def mixes(
         what = "the mixes one after another" if kind == "all" else kind
         ratio = auto / mean[kind][best]
         text = f"{ratio:.2f} ({auto:.1f} / {mean[kind][best]:.1f})"
-        table.add(
-            f"{what}: tokens/s, auto / best fixed ({best})", text, f">= {least}", ratio >= least
-        )
+        name, target = f"{what}: tokens/s, auto / best fixed ({best})", f">= {least}"
+        table.add(name, text, target, ratio >= least, energy=energy[kind])
         if worst != best:
             ratio = auto / mean[kind][worst]
             least = TARGETS["worst"]
             name = f"{what}: tokens/s, auto / worst fixed ({worst})"
-            table.add(name, f"{ratio:.2f}", f">= {least}", ratio >= least)
+            target = f">= {least}"
+            table.add(name, f"{ratio:.2f}", target, ratio >= least, energy=energy[kind])
         loss = part[kind]["auto"]
-        text = f"{loss:.4f}"
-        table.add(f"{what}: tokens of auto that differ", text, f"<= {bound}", loss <= bound)
+        name, text = f"{what}: part of the tokens of auto that differs", f"{loss:.4f}"
+        table.add(name, text, f"<= {bound}", loss <= bound)
     return {"tokens_per_s": rates, "differing": part}
 
 
@@ -268,7 +275,8 @@ def audits(table: Table, found: Mapping[str, Sequence[Mapping[str, Any]]], share
     }
     ratio, least = be["audited"] / be["not"], TARGETS["be"]
     name = f"BE tokens/s, {share:.0%} of LS answers audited / none"
-    table.add(name, f"{ratio:.2f}", f">= {least}", ratio >= least)
+    energy = [run["energy"] for run in found["audited"]]
+    table.add(name, f"{ratio:.2f}", f">= {least}", ratio >= least, energy=energy)
     ratio, most = p99["audited"] / p99["not"], TARGETS["ttft"]
     text = f"{ratio:.2f} ({p99['audited']:.0f} / {p99['not']:.0f} ms)"
     table.add(f"LS TTFT p99, {share:.0%} audited / none", text, f"<= {most}", ratio <= most)
