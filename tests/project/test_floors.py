@@ -179,8 +179,8 @@ GROUPS = {
     ),
     "ray.load ray.scaling": Floor("types fleet.routes", PURE | {"threading"}),
     "cli": Floor(
-        f"__init__ {BASE} cores device.rank drafters fleet.routes hints kernels llm logs measure "
-        "models plugins ray record server sim spelling torchless upcycle workloads",
+        f"__init__ {BASE} cores cuda.calls device.rank drafters fleet.routes hints kernels llm "
+        "logs measure models plugins ray record server sim spelling torchless upcycle workloads",
         STDLIB | {"prometheus_client", "rich", "torch", "transformers", "typer"},
     ),
     "__init__": Floor("errors drafters.check frontend.handle llm several sim.check types", PURE),
@@ -205,7 +205,7 @@ OWN_BENCHES = {
     "gpu.kernels": "models.weights",  # rows of experts that are rounded
     "gpu.prepare": "cuda.backend cuda.lanes device.cubins models.discover "
     "models.weights runner.runner",
-    "gpu.gathered": "cuda.gathered_norm",  # no engine launches the kernel
+    "gpu.gathered": "cuda.calls cuda.gathered_norm",  # no engine launches the kernel
     "gpu.loop": "cuda.backend device runner.runner",  # its own front end before the device
     "kernels.delta_net": "models.discover runner",
     "kernels.perplexity": "models runner",
