@@ -226,7 +226,7 @@ def test_whole_experts_take_longer_than_shared_ones(name: str) -> None:
 
 
 def test_ranks_that_share_a_kv_head_read_all_of_it() -> None:
-    """Of four ranks each has one of four query heads, and one of two KV heads."""
+    """Each of four ranks has one of four query heads, and one of two KV heads."""
     costs = replace(NOTHING, pair_ns=1.0)
     assert ns_of(costs, OpKind.ATTN, MANY, SIZES, 4) == pytest.approx(0.25)
     costs = replace(NOTHING, kv_token_ns=1.0)
