@@ -420,16 +420,17 @@ class EngineConfig:
                 "out"
             )
 
-    def refuse_apart(self, what: str) -> None:
+    def refuse_apart(self, what: str, *, on_ranks: bool = False) -> None:
         """Refuse experts in a file, and ranks.
 
         Args:
             what: Subject of the message: "a simulation".
+            on_ranks: True if the subject knows ranks.
 
         Raises:
             ConfigError: `max_expert_bytes` is set, or `tp` is not 1.
         """
-        if self.tp > 1:
+        if self.tp > 1 and not on_ranks:
             raise ConfigError(f"tp={self.tp}: {what} has the model in one process; leave tp out")
         if self.max_expert_bytes is not None:
             raise ConfigError(

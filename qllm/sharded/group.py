@@ -58,6 +58,7 @@ class GroupStruct(ctypes.Structure):
         ("deadline_ns", c_int64),
         ("failure", c_int64),
         ("num_gathers", c_int64),
+        ("gathered_bytes", c_int64),
     )
 
 
@@ -153,6 +154,11 @@ class Group:
     def num_gathers(self) -> int:
         """Number of times at which all ranks waited for each other."""
         return int(self._struct.num_gathers)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Number of bytes of gathered tensors that all ranks have written."""
+        return int(self._struct.gathered_bytes)
 
     @property
     def processes(self) -> list[int]:

@@ -18,6 +18,9 @@ from qllm.errors import ConfigError, shown
 
 PANEL = 64
 """Outputs that kernels compute together. A split inside a panel would pack it twice."""
+ROWS_FROM = 16
+"""Least rows of an ATTN op whose output projection is split by rows. With fewer rows, each rank
+computes some columns of all rows, and reads a part of the weight."""
 UNEVEN = 1.25
 """Most panels of a rank over their mean, for experts that ranks share. Two ranks that have whole
 experts, 64 each, do 1.27 times the mean for a token of 8 experts."""

@@ -87,6 +87,7 @@ class RankStruct(ctypes.Structure):
         ("desks", c_void_p),
         ("call", c_int64),
         ("has_moved", c_int64),
+        ("gathered_bytes", c_int64),
     )
 
 

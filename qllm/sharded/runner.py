@@ -28,12 +28,9 @@ from qllm.sharded.group import DEADLINE_S, Group
 from qllm.sharded.head import RankEmbedding, RankHead
 from qllm.sharded.kv import RankKV
 from qllm.sharded.memory import SharedMemory
+from qllm.sharded.plan import ROWS_FROM
 from qllm.sharded.rank import SplitModel, split_model
 from qllm.sharded.sweep import RankSweep
-
-ROWS_FROM = 16
-"""Least rows of an ATTN op whose output projection is split by rows. With fewer rows, each rank
-computes some columns of all rows, and reads a part of the weight."""
 
 
 def sharded_runner(

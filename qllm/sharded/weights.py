@@ -133,12 +133,14 @@ def refuse_unsplit(name: str, parts: ModelParts) -> None:
     Raises:
         ModelError: A part cannot be split. The message names the first.
     """
-    why = cpu.MISSING or _why_unsplit(parts)
-    if why:
+    if why := why_unsplit(parts):
         raise ModelError(f"model {name!r} cannot be split over ranks: {why}; use one rank")
 
 
-def _why_unsplit(parts: ModelParts) -> str:
+def why_unsplit(parts: ModelParts) -> str:
+    """Return why no ranks can compute a model with the bits of one rank, or an empty text."""
+    if cpu.MISSING:
+        return cpu.MISSING
     if parts.around is not None:
         return "its own forward calls the layers"
     for layer in parts.layers:

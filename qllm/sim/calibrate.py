@@ -37,6 +37,7 @@ from qllm.runner.runner import TorchRunner
 from qllm.scheduler.program import Index, OpKind, Program
 from qllm.scheduler.scheduler import Scheduler
 from qllm.sim.costs import CostFile, FileShape, FitError
+from qllm.sim.rank_sizes import rank_sizes
 from qllm.sim.timeline import SimCosts, Work, expert_coverage, work_of
 from qllm.types import FinishReason, Priority, RequestId, Sampled, SamplingParams, Slo
 
@@ -388,6 +389,7 @@ def calibrate(
     where = make_random_moe(size=model) if model in SIZES else model
     loaded = load(where, depth=config.depth)
     measured: list[Measured] = []
+    ranks = rank_sizes(loaded.model)  # the runner takes the weights
     with torch_threads(threads):
         runner = cpu_runner(
             loaded.model,
@@ -409,7 +411,8 @@ def calibrate(
         finally:
             gc.unfreeze()
             runner.close()
-    return _cost_file(model, threads, runner, config, measured, others.cores)
+    found = _cost_file(model, threads, runner, config, measured, others.cores)
+    return found.model_copy(update={"ranks": ranks})
 
 
 def _cost_file(

@@ -4,7 +4,7 @@
 
     {"qllm_costs": 1, "model": "300m", "machine": "...", "threads": 1, "dtype": "bfloat16",
      "origin": "measured", "note": "...", "shape": {...}, "cuts": {...}, "costs": {...},
-     "max_kv_tokens": 65536, "expert_bytes": 1769472, "fit": {...}}
+     "max_kv_tokens": 65536, "expert_bytes": 1769472, "ranks": {...}, "fit": {...}}
 """
 
 import os
@@ -18,7 +18,8 @@ from qllm.config import EngineConfig
 from qllm.errors import ConfigError
 from qllm.plan import NO_CUTS, CutRule, ModelShape
 from qllm.scheduler.program import OpKind
-from qllm.sim.timeline import SimCosts, Work
+from qllm.sim.ranks import Link, RankPrices, RankSizes
+from qllm.sim.timeline import Prices, SimCosts, Work
 from qllm.workloads.capacity import Capacity
 
 VERSION = 1
@@ -85,6 +86,8 @@ class CostFile(_Strict):
     """Tokens of KV that fit on the machine."""
     expert_bytes: int = Field(ge=0)
     """Bytes of the weights of one expert of one layer."""
+    ranks: RankSizes | None = None
+    """Sizes by which ranks share the model; None for presets, and if it cannot be split."""
     fit: dict[str, FitError] = {}
     """Errors of the fit by op kind; empty if the costs were not measured."""
 
@@ -149,6 +152,23 @@ class CostFile(_Strict):
         """Return the cost model."""
         values: dict[str, Any] = dict(self.costs)
         return SimCosts(**{**values, "overlap": bool(values["overlap"])})
+
+    def prices(self, num_ranks: int, link: Link) -> Prices:
+        """Return the prices of ops on a number of ranks, with the costs of this file on each.
+
+        Raises:
+            ConfigError: The model cannot be split over so many ranks, or its sizes are not known.
+        """
+        costs, shape = self.sim_costs(), self.model_shape()
+        if num_ranks == 1:
+            return Prices(costs, shape)
+        if self.ranks is None:
+            raise ConfigError(
+                f"tp={num_ranks} needs the sizes by which ranks share {self.model!r}, and these "
+                "costs have none; `qllm calibrate` writes them, for models that can be split and "
+                "have layers of one size: use such costs, or tp=1"
+            )
+        return RankPrices(costs, shape, self.ranks, num_ranks, link)
 
     def step_ns(self, decode_rows: int, prefill_tokens: int, context: int) -> float:
         """Return the nanoseconds of one step through all layers.

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 from qllm.config import EngineConfig
@@ -30,6 +30,7 @@ from qllm.sim.ingress import VirtualIngress
 from qllm.sim.moving import MOVE_TOKEN_S, Arriving, Moves
 from qllm.sim.run import Simulated, SimulatedEngine
 from qllm.sim.runner import VirtualClock
+from qllm.sim.timeline import Gathers
 from qllm.types import NS_PER_S, FinishReason, RequestId, Sampled
 from qllm.workloads.spec import RequestSpec
 
@@ -252,6 +253,7 @@ def simulate_fleet(
         max_lag_ms=0.0,
         refused=refused,
         expert_loads=sum(world.runner.expert_loads for world in worlds),
+        gathers=reduce(Gathers.plus, (world.runner.gathers for world in worlds)),
         decisions=sum(world.num_turns for world in worlds),
         cpu_s=time.process_time() - begun,
     )

@@ -26,7 +26,9 @@ from qllm.scheduler.prefix import PageStore
 from qllm.scheduler.scheduler import Scheduler
 from qllm.sim.costs import CostFile
 from qllm.sim.ingress import VirtualIngress
+from qllm.sim.ranks import ONE_HOST, Link
 from qllm.sim.runner import SimRunner, VirtualClock
+from qllm.sim.timeline import Gathers
 from qllm.types import NS_PER_S, FinishReason, RequestId, Sampled, SamplingParams
 from qllm.workloads.mix import Sent
 from qllm.workloads.sessions import Conversations
@@ -45,6 +47,8 @@ class Simulated(Sent):
 
     expert_loads: int
     """Number of expert reads: one per distinct expert of each EXPERTS op."""
+    gathers: Gathers
+    """Times at which ranks waited for each other, and the bytes that all of them wrote."""
     decisions: int
     """Number of iterations of the engine loop."""
     cpu_s: float
@@ -82,6 +86,7 @@ class SimulatedEngine:
         move_token_ns: Nanoseconds, see `simulate`.
         ingress: Factory of the ingress.
         has_tokens: True if prompts have tokens, so that their KV is cached.
+        link: Time of a gather of ranks, if `config` has several.
     """
 
     def __init__(
@@ -92,6 +97,7 @@ class SimulatedEngine:
         move_token_ns: int | None = None,
         ingress: Callable[[VirtualClock], VirtualIngress] = VirtualIngress,
         has_tokens: bool = False,
+        link: Link = ONE_HOST,
     ) -> None:
         if config.prefix_cache not in ("auto", False):
             raise ConfigError(
@@ -100,7 +106,7 @@ class SimulatedEngine:
             )
         if config.kv_dir is not None:
             raise ConfigError(f"kv_dir={config.kv_dir!r} cannot be simulated; leave it out")
-        config.refuse_apart("a simulation")
+        config.refuse_apart("a simulation", on_ranks=True)
         self.clock = VirtualClock()
         self.ingress = ingress(self.clock)
         self.record = _LeanTrace()
@@ -121,6 +127,7 @@ class SimulatedEngine:
             costs.cut_rule(),
             self.ingress,
             config.block_size,
+            costs.prices(config.tp, link),
         )
         simulated = round(self.runner.costs.swap_token_ns)
         move_ns = simulated if move_token_ns is None else move_token_ns
@@ -293,6 +300,7 @@ def simulate(
     flood: Flood | None = None,
     on_step: Callable[[int], None] | None = None,
     move_token_ns: int | None = None,
+    link: Link = ONE_HOST,
 ) -> Simulated:
     """Serve requests on a virtual clock.
 
@@ -310,9 +318,11 @@ def simulate(
         on_step: Callback with the virtual time after every iteration of the loop.
         move_token_ns: Nanoseconds that the scheduler expects for moving the KV of a token; None is
             the real cost (`SimCosts.move_token_ns`).
+        link: Time of a gather, if `config` has several ranks. Each rank has the costs of the file.
 
     Raises:
-        ConfigError: The policy or one of its settings is unknown.
+        ConfigError: The policy or one of its settings is unknown, or the model cannot be split over
+            so many ranks.
         PolicyError: The policy raised, broke an invariant, or stalls.
     """
     config = with_usual_sizes(config or EngineConfig(max_kv_tokens=costs.max_kv_tokens))
@@ -325,7 +335,7 @@ def simulate(
     if has_sessions and flood is not None:
         raise ConfigError("the prompts of a flood have no tokens: simulate sessions without one")
     made = load_policy(policy, policy_settings)
-    world = SimulatedEngine(made, costs, config, move_token_ns, has_tokens=has_sessions)
+    world = SimulatedEngine(made, costs, config, move_token_ns, has_tokens=has_sessions, link=link)
     world.record.meta.update(model=costs.title, policy=repr(made), simulated=True)
     begun = time.process_time()
     if has_sessions:
@@ -347,6 +357,7 @@ def simulate(
         max_lag_ms=0.0,
         refused=world.refused,
         expert_loads=world.runner.expert_loads,
+        gathers=world.runner.gathers,
         decisions=world.num_turns,
         cpu_s=time.process_time() - begun,
     )

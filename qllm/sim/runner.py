@@ -16,7 +16,7 @@ from qllm.errors import InvariantError
 from qllm.plan import NO_CUTS, CutRule, ModelShape
 from qllm.runner.protocol import Longest, Segments, Stop
 from qllm.scheduler.program import START, Index, Program
-from qllm.sim.timeline import Prices, SimCosts, Timeline
+from qllm.sim.timeline import NO_GATHERS, Prices, SimCosts, Timeline
 from qllm.types import Grain, RequestId, Sampled, SamplingParams
 
 __all__ = ["Arrivals", "SimCosts", "SimRunner", "VirtualClock"]
@@ -84,6 +84,7 @@ class SimRunner:
         cuts: Cut rule of the programs.
         arrivals: Simulated world, which may lower the stop word.
         block_size: Tokens of a KV block.
+        prices: Prices of ops, those of ranks for example; None takes those of one process.
     """
 
     def __init__(
@@ -94,13 +95,14 @@ class SimRunner:
         cuts: CutRule = NO_CUTS,
         arrivals: Arrivals | None = None,
         block_size: int = 16,
+        prices: Prices | None = None,
     ) -> None:
         self.shape, self._block_size = shape, block_size
         self.cuts = cuts
         self.segments: Segments = Longest()
         self.clock = clock
         self.costs = costs or SimCosts()
-        self._prices = Prices(self.costs, shape)
+        self._prices = prices or Prices(self.costs, shape)
         self.arrivals = arrivals
         self.on_boundary: Callable[[], None] | None = None
         """Callback at every boundary that a program's grain allows. With a callback the clock skips
@@ -119,6 +121,8 @@ class SimRunner:
         """Token-layers of drafted tokens that the model did not choose."""
         self.expert_loads = 0
         """Number of expert reads so far: one per distinct expert of an EXPERTS op."""
+        self.gathers = NO_GATHERS
+        """Gathers of the ops that have ended so far."""
 
     def add(
         self,
@@ -344,6 +348,8 @@ class SimRunner:
         if longest_ns > self.segments.longest_ns:
             self.segments.longest_ns, self.segments.longest_op = longest_ns, kind
         self.expert_loads += timeline.loads_at(end) - timeline.loads_at(start)
+        done = self.gathers.plus(timeline.gathers_at(end))
+        self.gathers = done.plus(timeline.gathers_at(start), -1)
         rows, dead, reached, requests = program.rows, frame.dead, frame.reached, self.requests
         for group, first, num_layers in timeline.layers(start, end):
             for r in program.groups[group]:

@@ -179,16 +179,40 @@ def work_of(program: Program, group: int, lo: int, hi: int, kind: OpKind) -> Wor
     return Work(hi - lo, num_rows, kv_tokens, pairs)
 
 
+class Gathers(NamedTuple):
+    """Times at which ranks wait for each other, and the bytes that all of them write before."""
+
+    num: int
+    num_bytes: int
+
+    def plus(self, other: "Gathers", times: int = 1) -> "Gathers":
+        """Return the sum of these and of some times others."""
+        return Gathers(self.num + times * other.num, self.num_bytes + times * other.num_bytes)
+
+
+NO_GATHERS = Gathers(0, 0)
+
+
+class Price(NamedTuple):
+    """The price of an op."""
+
+    units: int
+    """Number of boundaries to the end of the op."""
+    unit_ns: int
+    """Time between two of them."""
+    gathers: Gathers
+
+
 class Prices:
-    """Units and unit times of ops under one cost model, cached for the sizes seen."""
+    """Prices of ops under one cost model, cached for the sizes seen."""
 
     def __init__(self, costs: SimCosts, shape: ModelShape) -> None:
         self._costs = costs
         self._shape = shape
-        self._known: dict[tuple[OpKind, int, int, bool], tuple[int, int]] = {}
+        self._known: dict[tuple[OpKind, int, int, bool], Price] = {}
 
-    def of(self, program: Program, op: Op) -> tuple[int, int]:
-        """Return the number of boundaries to the end of an op, and the time between two."""
+    def of(self, program: Program, op: Op) -> Price:
+        """Return the price of an op."""
         kind, layer, group, lo, hi = op
         is_moe = kind is not OpKind.HEAD and self._shape.is_moe[layer]
         if kind is OpKind.ATTN:
@@ -200,13 +224,22 @@ class Prices:
             price = self._known[key] = self._price(kind, Work(hi - lo, num_rows, 0, 0), is_moe)
         return price
 
-    def _price(self, kind: OpKind, work: Work, is_moe: bool) -> tuple[int, int]:
+    def gathers(self, kind: OpKind, work: Work, is_moe: bool) -> Gathers:
+        """Return the gathers of an op: none in one process."""
+        return NO_GATHERS
+
+    def _time(self, kind: OpKind, work: Work, is_moe: bool) -> float:
+        """Return the nanoseconds of an op's work."""
+        return self._costs.of(kind, work, self._shape, is_moe=is_moe)
+
+    def _price(self, kind: OpKind, work: Work, is_moe: bool) -> Price:
         costs, shape = self._costs, self._shape
-        total_ns = costs.op_ns + costs.of(kind, work, shape, is_moe=is_moe)
+        total_ns = costs.op_ns + self._time(kind, work, is_moe)
         units = costs.distinct_experts(work.tokens, shape) if kind is OpKind.EXPERTS else 1
         if costs.task_ns and kind not in (OpKind.EMBED, OpKind.EXPERTS):
             units = max(1, round(total_ns / costs.task_ns))
-        return units, max(1, round(total_ns / units))
+        unit_ns = max(1, round(total_ns / units))
+        return Price(units, unit_ns, self.gathers(kind, work, is_moe))
 
 
 class _Part(NamedTuple):
@@ -226,6 +259,10 @@ class _Part(NamedTuple):
     """End of each op, as the time since the start of the op's layer."""
     layer_loads: int
     """Experts read by one layer of the stretch."""
+    before: Gathers
+    """Gathers before the stretch."""
+    gathers: tuple[Gathers, ...]
+    """Gathers from the start of a layer to the end of each of its ops."""
     start: int
     """First layer of the stretch."""
     num_layers: int
@@ -254,17 +291,19 @@ class Timeline:
     timeline depends on rows and cuts, not on layers.
     """
 
-    __slots__ = ("_end_ops", "_ends_ns", "_parts", "loads", "num_ops", "total_ns")
+    __slots__ = ("_end_ops", "_ends_ns", "_parts", "gathers", "loads", "num_ops", "total_ns")
 
     def __init__(self, program: Program, prices: Prices) -> None:
         if not isinstance(program.ops, Ops):
             raise InvariantError("a timeline is made of a whole program")
         parts: list[_Part] = []
         op = at_ns = loads = 0
+        gathers = NO_GATHERS
         for stretch in program.ops.stretches:
-            part = _part(program, stretch, prices, op, at_ns, loads)
+            part = _part(program, stretch, prices, op, at_ns, loads, gathers)
             op, at_ns = part.end_op, part.end_ns
             loads += part.layer_loads * part.num_layers
+            gathers = gathers.plus(part.gathers[-1], part.num_layers)
             parts.append(part)
         self._parts = parts
         self._end_ops = [part.end_op for part in parts]
@@ -274,6 +313,8 @@ class Timeline:
         """End of the program."""
         self.loads = loads
         """Experts read by the whole program."""
+        self.gathers = gathers
+        """Gathers of the whole program."""
 
     def _find(self, op: int) -> tuple[_Part, int, int]:
         """Return the stretch of an op, its layer in the stretch, and its place in the layer."""
@@ -297,6 +338,14 @@ class Timeline:
         part, layer, place = self._find(index.op)
         inside = index.pos if part.ops[place].kind is OpKind.EXPERTS else 0
         return part.loads + layer * part.layer_loads + _loads(part, place) + inside
+
+    def gathers_at(self, index: Index) -> Gathers:
+        """Return the gathers of the ops that end up to this boundary."""
+        if index.op >= self.num_ops:
+            return self.gathers
+        part, layer, place = self._find(index.op)
+        found = part.before.plus(part.gathers[-1], layer)
+        return found.plus(part.gathers[place - 1]) if place else found
 
     def following(self, index: Index) -> Index:
         """Return the next boundary of any grain."""
@@ -368,11 +417,16 @@ def _loads(part: _Part, place: int) -> int:
 
 
 def _part(
-    program: Program, stretch: Stretch, prices: Prices, first_op: int, begin_ns: int, loads: int
+    program: Program,
+    stretch: Stretch,
+    prices: Prices,
+    first_op: int,
+    begin_ns: int,
+    loads: int,
+    before: Gathers,
 ) -> _Part:
     ops = stretch.in_layer(stretch.start)
-    found = [prices.of(program, op) for op in ops]
-    units, unit_ns = zip(*found, strict=True)
+    units, unit_ns, gathers = zip(*(prices.of(program, op) for op in ops), strict=True)
     return _Part(
         first_op=first_op,
         begin_ns=begin_ns,
@@ -384,6 +438,8 @@ def _part(
         layer_loads=sum(
             num for op, num in zip(ops, units, strict=True) if op.kind is OpKind.EXPERTS
         ),
+        before=before,
+        gathers=tuple(accumulate(gathers, Gathers.plus)),
         start=stretch.start,
         num_layers=stretch.end - stretch.start,
     )

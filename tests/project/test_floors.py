@@ -165,9 +165,10 @@ GROUPS = {
     "measure.disk_rate measure.fit": Floor(f"{BASE} block_file engine models runner", STDLIB),
     "sim": Floor(
         f"{BASE} cores engine fleet.rebalance fleet.router fleet.routes ingress measure "
-        "models plugins record runner.protocol scheduler workloads",
+        "models plugins record runner.protocol scheduler sharded.plan workloads",
         STDLIB | {"numpy", "pydantic", "transformers"},
     ),
+    "sim.rank_sizes": Floor("models runner sharded sim.ranks", STDLIB | {"torch"}),
     "sim.depths": Floor("errors types fleet.audit fleet.choice models.depth_profile", STDLIB),
     "sim.calibrate": Floor(
         f"{BASE} engine ingress measure models plugins record runner scheduler sim",

@@ -101,10 +101,15 @@ def stop_at_random(pids: list[int], rng: random.Random) -> None:
 # -- runners
 
 
+def runner_of(size: int) -> TorchRunner:
+    made = sharded_runner(wide_model("qwen3_moe"), size, max_segment_ms=float("inf"), deadline_s=2)
+    add_prompts(made, (21, 5))
+    return made
+
+
 @pytest.fixture
 def runner() -> Iterator[TorchRunner]:
-    made = sharded_runner(wide_model("qwen3_moe"), 2, max_segment_ms=float("inf"), deadline_s=2)
-    add_prompts(made, (21, 5))
+    made = runner_of(2)
     yield made
     made.close()
 
@@ -154,23 +159,26 @@ def test_all_ranks_stop_in_the_same_op(
     assert isinstance(fault, DeviceError), "the engine ends, and a server makes a new one"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("num_tasks", [0, 1, 30, 60])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(("size", "rank"), [(2, 1), (3, 1), (3, 2)])
 def test_a_rank_that_ends_or_hangs_is_an_error_of_all(
-    runner: TorchRunner, how: int, num_tasks: int
+    size: int, rank: int, how: int, num_tasks: int
 ) -> None:
+    runner = runner_of(size)
     program, at = whole_program(runner), START
     if num_tasks:
         at = runner.run(program, at, Asked(num_tasks))
-    _, pid = group_of(runner).processes
-    os.kill(pid, how)
+    pids = group_of(runner).processes
+    os.kill(pids[rank], how)
     why = {signal.SIGKILL: "process of a rank has ended", signal.SIGSTOP: "did not come within 2 s"}
     for _ in range(2):  # there is no way back
         with pytest.raises(DeviceError, match=why[signal.Signals(how)]) as error:
             runner.run(program, at, Watched())
     assert runner.fault(error.value) is error.value
     runner.close()
-    assert not is_alive(pid)
+    assert not any(map(is_alive, pids[1:]))
 
 
 def is_alive(pid: int) -> bool:

@@ -83,7 +83,7 @@ def test_ranks_read_gguf_files(tmp_path: Path, kind: str) -> None:
 
 def assert_shares_are_rows(folder: Path, how: str = "auto") -> None:
     """Compare shares of experts, as they are read, with rows of whole experts."""
-    cuts = Cut(range(16), range(24)), Cut(range(16, 40), range(24, 40))
+    cuts = Cut(range(16), range(24)), Cut(range(16, 32), range(24, 40))
     for experts in all_on_demand(loaded(folder, 2, how)).values():
         for expert in (0, experts.num_experts - 1):
             up, down = map(values_of, experts._read(expert))
@@ -111,6 +111,14 @@ def test_a_share_of_an_expert_is_read_as_rows_of_the_whole(
 def test_a_share_of_a_quantised_expert_has_rows_of_the_whole(tmp_path: Path, form: str) -> None:
     family = "gpt_oss" if form == "mxfp4" else "qwen3_moe"
     assert_shares_are_rows(made(tmp_path, family, form))
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "F32"])
+def test_a_share_of_an_expert_of_a_gguf_file_is_read_as_rows_of_the_whole(
+    tmp_path: Path, kind: str
+) -> None:
+    folder = save(small_model(), tmp_path / "m")
+    assert_shares_are_rows(convert(folder, tmp_path / "model.gguf", kind))
 
 
 def small_model() -> Any:
@@ -322,3 +330,18 @@ def test_a_rank_reads_its_experts_alone_and_takes_the_memory_of_its_share(
     for peak, plan in zip(peaks, plans, strict=True):
         assert peak <= 1.1 * plan + room, (peak, plan, num_bytes)
         assert how != "auto" or peak < 0.8 * num_bytes
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "BF16"])
+def test_a_rank_reads_its_share_of_a_gguf_file_alone(tmp_path: Path, kind: str) -> None:
+    files = [
+        convert(checkpoint(tmp_path / f"{layers}", layers, size, 2 * size), path, kind)
+        for layers, size, path in ((1, 64, tmp_path / "1.gguf"), (3, 512, tmp_path / "3.gguf"))
+    ]
+    args = [sys.executable, "-c", CHILD, *map(str, files), "auto"]
+    text = subprocess.run(args, capture_output=True, text=True, check=True).stdout
+    _, _, _, read = json.loads(text.splitlines()[-1])
+    bytes_of = {"Q8_0": 34 / 32, "BF16": 2}[kind]
+    experts = 3 * 16 * 3 * 512 * 1024 * bytes_of
+    for num in read:  # rank 0 also reads an expert of each layer, and all that is no expert
+        assert 0.5 * experts <= num <= 0.75 * experts, (num, experts)

@@ -77,8 +77,9 @@ class Course : public Place {
   // a later product may ask for more than an earlier one, which is not done and still reads it.
   void* kept(int64_t use, int64_t bytes);
 
-  // A task that waits until all ranks have come to it, or until a stop is due.
-  void meet(Rank& rank);
+  // A task that waits until all ranks have come to it, or until a stop is due; true if they came
+  // in this call.
+  bool meet(Rank& rank);
 
   // For the pool. `since` is the time of the thread's previous poll.
   bool must_stop(int64_t task, int64_t& since);

@@ -9,6 +9,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <utility>
+
 #include "kernels.h"
 #include "ranks.h"
 
@@ -146,10 +148,10 @@ bool Rank::pass(const Leave& leave) {
   return !left;
 }
 
-void Course::meet(Rank& rank) {
-  if (left_) return;
+bool Course::meet(Rank& rank) {
+  if (left_) return false;
   const int64_t at = at_++;
-  if (done > at) return;  // an earlier call has passed it
+  if (done > at) return false;  // an earlier call has passed it
   Group& g = *rank.group;
   if (done > before_) rank.move();
   left_ = polls_->inside && done - before_ >= polls_->tasks_left;
@@ -162,6 +164,7 @@ void Course::meet(Rank& rank) {
     return polls_->inside && may_stop && polls_->is_due(now);
   });
   if (!left_) done = at + 1;
+  return !left_;
 }
 
 void meet(const Kernels&, Rank* rank) {
@@ -181,9 +184,11 @@ void call_ranks(const Kernels& kernels, Rank* rank, int64_t kind, void* what) {
   if (!rank->has_failed()) run_call(kernels, *rank, kind, what);
   g.failure = g.failed.load();
   g.num_gathers = int64_t(g.gate.load() >> 8);
+  g.gathered_bytes = g.bytes.load();
 }
 
 void leave_call(Rank& rank) {
+  rank.group->bytes.fetch_add(std::exchange(rank.gathered_bytes, 0));
   if (rank.rank == 0) return wait_for_ranks(rank);
   rank.group->reports[rank.rank].call.store(rank.call, std::memory_order_release);
   ring(*rank.group);

@@ -41,7 +41,8 @@ struct alignas(64) Report {
 // The part of a group that Python reads.
 struct GroupHead {
   int64_t size, deadline_ns;
-  int64_t failure, num_gathers;  // after a call: any of Failure, or 0; complete gathers
+  // After a call: any of Failure, or 0; complete gathers, and the bytes that ranks had written
+  int64_t failure, num_gathers, gathered_bytes;
 };
 
 // In shared memory, which is zero at first.
@@ -50,6 +51,7 @@ struct Group : GroupHead {
   alignas(64) std::atomic<uint64_t> gate;    // complete gathers * 256 + ranks that wait at the next
   alignas(64) std::atomic<int64_t> stopped;  // the last call that rank 0 has stopped
   std::atomic<int64_t> moved;                // the last call in which a rank has done a task
+  alignas(64) std::atomic<int64_t> bytes;    // of parts of gathered tensors, of the calls that ended
   alignas(64) std::atomic<int64_t> call;     // the last call that has begun, of `kind`
   int64_t kind, stopped_before;  // `stopped` when it began
   void* what;  // any of the calls of ranks.h, in shared memory
@@ -93,6 +95,7 @@ struct Rank {
   int64_t first_id, num_ids, row_bytes;
   std::vector<std::unique_ptr<Desk>>* desks;  // by number
   int64_t call, has_moved;  // the call that runs; whether this rank has done a task in it
+  int64_t gathered_bytes;   // of this rank's parts of gathered tensors, in the call that runs
 
   Desk& desk(int64_t number);
   // Waits for all ranks, calling `leave` meanwhile; false if it returned true and one is missing.

@@ -22,7 +22,16 @@ Rows own_rows(const Rank& rank, int64_t num) {
   return {lo, num * (rank.rank + 1) / size - lo};
 }
 
-void meet(const Sweep& s) { s.course->meet(*s.rank); }
+// A gather of a tensor, of which this rank has written so many values of so many bytes.
+void gather(const Sweep& s, int64_t num, int64_t bytes = sizeof(uint16_t)) {
+  if (s.course->meet(*s.rank)) s.rank->gathered_bytes += num * bytes;
+}
+
+int64_t slots_of(const Unit* begin, const Unit* end) {
+  int64_t num = 0;
+  for (; begin < end; begin++) num += begin->hi - begin->lo;
+  return num;
+}
 
 // Copies rows of `num` values that are so far apart.
 void copy_columns(uint16_t* to, int64_t to_stride, const uint16_t* from, int64_t stride,
@@ -55,7 +64,7 @@ uint16_t* mlp_columns(const Kernels& k, const Sweep& s, const Layer& layer, cons
     k.swiglu(inner, both, rows, own.num_inner);
     copy_columns(all + own.inner, own.width, inner, own.num_inner, own.num_inner, rows);
   }
-  meet(s);
+  gather(s, own.into ? rows * own.num_inner : 0);
   if (!own.down) return nullptr;
   uint16_t* out = out_.of(rows * own.num_columns);
   k.linear(out, all, *own.down, rows);
@@ -87,7 +96,7 @@ void enter_wide(const Kernels& k, uint16_t* q, const uint16_t* x, const Sweep& s
   copy_columns(of_q + own.q_column, own.q_width, qkv, a.qkv.n, num_q, rows);
   if (own.has_keys)
     copy_columns(of_k + own.k_column, own.k_width, qkv + num_q, a.qkv.n, num_k, rows);
-  meet(s);
+  gather(s, rows * (num_q + (own.has_keys ? num_k : 0)));
   k.norm(all_q, of_q, *own.q_norm, rows, own.q_width);
   k.norm(all_k, of_k, *own.k_norm, rows, own.k_width);
   copy_columns(qkv, a.qkv.n, all_q + own.q_column, own.q_width, num_q, rows);
@@ -158,6 +167,14 @@ bool sees(const HeadCall& call, int64_t block) {
   return call.first_block <= block && block < call.end_block;
 }
 
+// Bytes that a rank has written: the best of each row, or its logits.
+int64_t bytes_of(const Rank& rank, const HeadCall& call) {
+  int64_t best = call.peaks ? sizeof *call.peaks + sizeof *call.ids : 0, logits = 0;
+  for (int64_t i = 0; call.logits && i < rank.num_pieces; i++)
+    if (sees(call, rank.pieces[i].block)) logits += rank.pieces[i].weight->n;
+  return call.rows * (best + logits * int64_t(sizeof *call.logits));
+}
+
 void run_pieces(const Kernels& k, Rank& rank, const HeadCall& call, Desk& desk, Polls polls) {
   static const Kept<uint16_t> logits_;
   float* peaks = call.peaks ? call.peaks + rank.rank * call.rows : nullptr;
@@ -172,7 +189,7 @@ void run_pieces(const Kernels& k, Rank& rank, const HeadCall& call, Desk& desk, 
     if (!is_end && !sees(call, rank.pieces[desk.piece].block)) continue;
     course.begin(polls);
     if (is_end) {
-      course.meet(rank);
+      if (course.meet(rank)) rank.gathered_bytes += bytes_of(rank, call);
     } else {
       const Piece& piece = rank.pieces[desk.piece];
       const Matrix& weight = *piece.weight;
@@ -239,9 +256,11 @@ void attend_on_rank(const Kernels& k, const Sweep& s, const Layer& layer, const 
   uint16_t *mid = s.mid + part.lo * s.width, *heads = s.heads + part.lo * width;
   int64_t num = attended(k, s, layer, part, seen, own.q_norm ? enter_wide : nullptr);
   copy_columns(heads + own.head_column, width, seen, num, num, rows);
-  meet(s);
+  gather(s, rows * num);
+  int64_t written = rows * own.num_columns;
   if (rows >= std::max(size, s.rows_from)) {
     Rows r = own_rows(*s.rank, rows);
+    written = r.num * s.width;
     uint16_t* y = y_.of(r.num * s.width);
     int64_t at = r.lo * s.width;
     k.linear(y, heads + r.lo * width, *layer.out, r.num);
@@ -251,24 +270,25 @@ void attend_on_rank(const Kernels& k, const Sweep& s, const Layer& layer, const 
     k.linear(y, heads, *own.out, rows);
     add_columns(k, mid, x, y, s, layer, rows);
   }
-  meet(s);
+  gather(s, written);
 }
 
 void route_on_rank(const Kernels& k, const Sweep& s, const Layer& layer, const LayerOp& part) {
   const Share& own = *layer.share;
   int64_t rows = part.hi - part.lo, first = part.lo * s.width;
   Rows r = own_rows(*s.rank, rows);
+  int64_t bytes_of_weight = s.wide ? 4 : 2;
   if (r.num) {
     int64_t row = part.lo + r.lo, at = row * s.top_k;
-    void* weights = (char*)s.weights + at * (s.wide ? 4 : 2);
+    void* weights = (char*)s.weights + at * bytes_of_weight;
     k.route(s.normed + row * s.width, s.ids + at, weights, s.mid + row * s.width, r.num,
             *layer.router);
   }
-  meet(s);
+  gather(s, r.num, s.width * sizeof *s.normed + s.top_k * (sizeof *s.ids + bytes_of_weight));
   if (!own.width) return;
   if (uint16_t* y = mlp_columns(k, s, layer, s.normed + first, part.lo, rows))
     copy_columns(s.shared + first + own.column, s.width, y, own.num_columns, own.num_columns, rows);
-  meet(s);
+  gather(s, rows * own.num_columns);
 }
 
 void experts_on_rank(const Kernels& k, const Sweep& s, const Layer& layer, int64_t stop) {
@@ -277,12 +297,13 @@ void experts_on_rank(const Kernels& k, const Sweep& s, const Layer& layer, int64
   int64_t num = stop - s.pos;  // a rank may have no expert of any slot
   if (are_cut(experts)) {
     k.experts_in(s.expert_inner, s.normed, s.token, units, num, experts);
-    meet(s);
+    gather(s, slots_of(units, units + num) * experts.num_inner);
     k.experts_out(s.slots, s.expert_inner, units, num, experts);
   } else if (num) {
     k.experts(s.slots, s.normed, s.token, units, num, experts);
   }
-  if (stop == s.num_units) meet(s);
+  int64_t columns = are_cut(experts) ? experts.num_columns : s.width;
+  if (stop == s.num_units) gather(s, slots_of(s.units, s.units + stop) * columns);
 }
 
 void combine_on_rank(const Kernels& k, const Sweep& s, const Layer& layer, const LayerOp& part) {
@@ -298,11 +319,11 @@ void combine_on_rank(const Kernels& k, const Sweep& s, const Layer& layer, const
   } else {
     int64_t begin = part.lo * s.width;
     k.norm(s.normed + first, s.mid + first, *layer.norm, r.num, s.width);
-    meet(s);
+    gather(s, size);
     if (uint16_t* y = mlp_columns(k, s, layer, s.normed + begin, part.lo, rows))
       add_columns(k, s.next + begin, s.mid + begin, y, s, layer, rows);
   }
-  meet(s);
+  gather(s, layer.experts ? size : rows * layer.share->num_columns);
 }
 
 void run_call(const Kernels& kernels, Rank& rank, int64_t kind, void* what) {

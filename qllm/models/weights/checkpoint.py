@@ -1,7 +1,7 @@
 """An open checkpoint of safetensors: its tensors by name, read on demand."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -42,8 +42,10 @@ class Checkpoint(NamedTuple):
     quantised: Mapping[str, Callable[[], Weight]]
     one: Callable[[str, int | None], Weight]
     """Function that reads a weight, or one weight of a stack, into memory of its own."""
-    rows: Callable[[str, int | None, range], Tensor]
-    """Function that reads consecutive rows of a plain weight, or of one of a stack."""
+    rows: Callable[[str, int | None, range], Weight]
+    """Function that reads consecutive rows of a weight of `in_rows`, or of one of a stack."""
+    in_rows: Container[str]
+    """Weights whose rows are read without the others."""
 
 
 class _Shard:
@@ -244,7 +246,7 @@ def checkpoint_in(
         with naming(f"checkpoint of model {name!r}, {weight}"):
             return _one_of_stack(shards, *of_weight[weight], index)
 
-    return Checkpoint(form.name, plain, quantised, one, shards.read_rows), rest
+    return Checkpoint(form.name, plain, quantised, one, shards.read_rows, plain), rest
 
 
 def _one_of_stack(shards: Shards, layout: Layout, parts: Mapping[str, str], index: int) -> Weight:

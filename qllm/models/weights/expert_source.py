@@ -128,9 +128,9 @@ class ExpertSource:
         Args:
             expert: Number of the expert.
             formats: Formats of its weights.
-            cut: Share of a rank, of which the weights have the outputs; None is all. Weights that
-                are not quantised are read from the file in such rows alone, unless their rows are
-                inputs. Others are read whole.
+            cut: Share of a rank, of which the weights have the outputs; None is all. Weights of a
+                GGUF file, and those that are not quantised, are read from the file in such rows
+                alone, unless their rows are inputs. Others are read whole.
         """
         found = []
         for name, like in zip(WEIGHTS, formats, strict=True):
@@ -196,8 +196,8 @@ class ExpertSource:
             turned = number is not None and self.module.is_transposed
             is_plain, part = own in self._checkpoint.plain, (own, number)
             with naming(own):
-                if is_plain and rows is not None and not turned:
-                    weight: Weight = self._checkpoint.rows(own, number, rows)
+                if rows is not None and not turned and own in self._checkpoint.in_rows:
+                    weight = self._checkpoint.rows(own, number, rows)
                 else:
                     if part not in whole:
                         whole[part] = self._checkpoint.one(own, number)

@@ -289,7 +289,8 @@ def checkpoint_of(file: GgufFile, model: Any) -> Checkpoint:
     raw = RawFile(file.path, Buffers())
     plain: dict[str, Callable[[], Tensor]] = {}
     quantised: dict[str, Callable[[], Weight]] = {}
-    for name, part in parts_of(file, model).items():
+    parts = parts_of(file, model)
+    for name, part in parts.items():
         is_plain = part.tensor.tensor_type.name in blocks.PLAIN
         into: dict[str, Callable[[], Any]] = plain if is_plain else quantised
         into[name] = partial(_read, raw, part)
@@ -299,11 +300,12 @@ def checkpoint_of(file: GgufFile, model: Any) -> Checkpoint:
         assert index is None, "experts of a stack have names of their own"
         return plain[name]() if name in plain else quantised[name]()
 
-    def rows(name: str, index: int | None, rows: range) -> Tensor:
+    def rows(name: str, index: int | None, rows: range) -> Weight:
         assert index is None, "experts of a stack have names of their own"
-        return plain[name]()[rows.start : rows.stop]
+        return _read(raw, parts[name], rows)
 
-    return Checkpoint(f"gguf {' '.join(kinds)}".strip(), plain, quantised, one, rows)
+    in_rows = {name for name, part in parts.items() if part.rows is None and len(part.shape) == 2}
+    return Checkpoint(f"gguf {' '.join(kinds)}".strip(), plain, quantised, one, rows, in_rows)
 
 
 def _refuse_shape(path: Path, tensor: Any, wanted: tuple[int, ...]) -> None:
@@ -315,15 +317,26 @@ def _refuse_shape(path: Path, tensor: Any, wanted: tuple[int, ...]) -> None:
         )
 
 
-def _read(file: RawFile, part: GgufPart) -> Weight:
-    """Read a weight, its rows in the order of transformers, and a vector in the model's shape."""
+def _read(file: RawFile, part: GgufPart, own: range | None = None) -> Weight:
+    """Read a weight, its rows in the order of transformers, and a vector in the model's shape.
+
+    Args:
+        file: File of the weight.
+        part: Place of the weight.
+        own: Rows to read, of a weight with rows in the file's order; None is all.
+    """
     tensor, kind = part.tensor, part.tensor.tensor_type.name
     data = tensor.data if part.expert is None else tensor.data[part.expert]
     start = int(tensor.data_offset) + (part.expert or 0) * int(data.nbytes)
+    size, shape = int(data.nbytes), part.shape
+    if own is not None:
+        row_bytes = size // len(data)
+        data, shape = data[own.start : own.stop], (len(own), *shape[1:])
+        start, size = start + own.start * row_bytes, len(own) * row_bytes
     with naming(str(tensor.name)):
-        raw = file.read(start, int(data.nbytes))
+        raw = file.read(start, size)
     stored = raw.view(data.shape) if kind in blocks.READERS else raw.view(_ROW[kind])
     if kind in blocks.READERS:
         return blocks.read(kind, stored if part.rows is None else stored[part.rows])
-    plain = stored.view(part.shape)
+    plain = stored.view(shape)
     return plain if part.rows is None else plain[part.rows]
