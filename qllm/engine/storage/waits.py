@@ -13,7 +13,7 @@ All of this runs on the engine's thread. Threads only read (`qllm.engine.storage
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from qllm.engine.storage.reads import (
     NUM_THREADS,
@@ -25,7 +25,7 @@ from qllm.engine.storage.reads import (
 )
 from qllm.errors import ModelError
 from qllm.runner.displacing import Use
-from qllm.runner.residency import Missing, Residency
+from qllm.runner.placing import LayerPlaces, Placement
 from qllm.scheduler.decision import Parked
 from qllm.scheduler.program import Index, Program
 from qllm.scheduler.scheduler import Scheduler
@@ -41,6 +41,17 @@ MOST_FAILURES = 3
 _log = logging.getLogger(__name__)
 
 
+class Missed(Protocol):
+    """Experts that a frame needs and that are not in memory: `Missing` of a runner."""
+
+    @property
+    def residency(self) -> LayerPlaces: ...
+    @property
+    def experts(self) -> tuple[int, ...]: ...
+    @property
+    def is_range(self) -> bool: ...
+
+
 class ExpertWaits:
     """The `Waits` of an engine (`qllm.engine.protocol`) whose experts are in a file.
 
@@ -52,21 +63,23 @@ class ExpertWaits:
         now_ns: The engine's clock.
         order: Order of all threads that use the disk.
         deadline_ns: Longest time that an expert is read.
+        threads: Class of the threads that read.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
-        residency: Residency,
-        missing: Callable[[Program], Missing | None],
+        residency: Placement,
+        missing: Callable[[Program], Missed | None],
         wake: Callable[[], None],
         now_ns: Callable[[], int],
         order: DiskOrder,
         deadline_ns: int = DEADLINE_NS,
+        threads: Callable[..., ReadThreads] = ReadThreads,
     ) -> None:
         self._scheduler, self._residency, self._missing = scheduler, residency, missing
         self._deadline_ns = deadline_ns
-        self._threads = ReadThreads(residency.read, wake, now_ns, order)
+        self._threads = threads(residency.read, wake, now_ns, order)
         self._tickets: dict[int, Ticket] = {}
         self._reads: dict[int, ExpertRead] = {}
         """Reads that have not been taken back, by row of the table."""
