@@ -24,12 +24,13 @@ from qllm.engine.storage.reads import (
     Ticket,
 )
 from qllm.errors import ModelError
+from qllm.policy import RankPolicy
 from qllm.runner.displacing import Use
 from qllm.runner.placing import LayerPlaces, Placement
 from qllm.scheduler.decision import Parked
 from qllm.scheduler.program import Index, Program
 from qllm.scheduler.scheduler import Scheduler
-from qllm.types import NS_PER_MS, NS_PER_S, Priority
+from qllm.types import NS_PER_MS, NS_PER_S, Cap, Priority
 
 DEADLINE_NS = 30 * NS_PER_S
 """Longest time that an expert is read. After it, the frames that wait for the expert fail."""
@@ -39,6 +40,16 @@ MOST_FAILURES = 3
 """Number of failed reads in a row after which the engine is not ready."""
 
 _log = logging.getLogger(__name__)
+
+
+def parks_for_experts(policy: Any) -> bool:
+    """Return True if frames under a policy may wait for experts while others run.
+
+    A policy that makes plans of its own and asks for no stops inside a pass may not know parked
+    frames. Then the runner reads experts by itself, and all others wait.
+    """
+    stops = Cap.YIELD_LAYER | Cap.YIELD_EXPERT
+    return isinstance(policy, RankPolicy) or bool(policy.needs & stops)
 
 
 class Missed(Protocol):
