@@ -1,4 +1,4 @@
-"""Which experts are in which slots, without the memory of the slots.
+"""The places of experts in slots, without the memory of the slots.
 
 A slot has one expert, or is empty, or gets an expert that is being read. A pinned slot keeps its
 expert. Uses decide which expert another displaces (`qllm.runner.displacing`). The residency of a
