@@ -21,6 +21,7 @@ from qllm.models.loader import load
 from qllm.plan import ModelShape
 from qllm.plugins import load_policy
 from qllm.record.summary import request_metrics
+from qllm.record.trace import Ran
 from qllm.runner.displacing import Use
 from qllm.runner.placing import Wanted
 from qllm.sim.costs import CostFile, FileShape
@@ -276,6 +277,25 @@ def test_an_arrival_stops_be_at_the_boundary_where_it_would_without_a_disk() -> 
         for kept in ("_missing", "_begun", "_routed"):
             assert not getattr(world.runner, kept)
     assert traces[0] == traces[1]
+
+
+def test_with_its_experts_in_slots_a_run_is_that_of_experts_in_memory() -> None:
+    """The first request reads all experts that are used, long before the others arrive."""
+    first, be, ls, more = requests_of([1, 300, 9, 30], "LBLL", 0.0)
+    later = [replace(be, at_s=20.0), replace(ls, at_s=20.0031), replace(more, at_s=20.0237)]
+    ends = []
+    for num_slots in (None, 15):
+        found = run([first, *later], num_slots, traced([(0, 1)]))
+        events = [e for e in found.events if isinstance(e, Ran) and e.start_ns >= 20 * NS_PER_S]
+        ends.append([(e.start_ns, e.at_ns, e.start, e.end, e.why) for e in events])
+    assert ends[0] == ends[1]
+    assert any(why != "done" for *_, why in ends[0])
+
+
+def test_a_pass_computes_with_the_experts_in_slots_before_it_waits() -> None:
+    found = run(requests_of([40], "B", 0.0), 7, SkewedRouting(SMALL, 0.0))
+    waits = [e for e in found.events if isinstance(e, Ran) and e.why != "done"]
+    assert any(e.end.pos > 0 for e in waits)
 
 
 class Reads:
