@@ -199,6 +199,8 @@ def test_a_request_alone_waits_for_each_of_its_reads() -> None:
     more_ns = found.end_ns - resident.end_ns
     assert abs(more_ns - found.experts["BE"]["loads"] * read_ns) < read_ns / 10
     assert found.experts["BE"]["waits_ms"] == pytest.approx(more_ns / NS_PER_MS, rel=0.01)
+    waits = [e for e in found.events if isinstance(e, Ran) and e.why != "done"]
+    assert len(waits) <= 2 * NUM_TOKENS, "one wait in each layer, for both experts"
     again = run(specs, 4)
     assert list(again.trace) == list(found.trace)
     slower = run(specs, 4, disk={"bytes_per_s": 4096e2})
