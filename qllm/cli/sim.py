@@ -1,6 +1,7 @@
 """The commands `qllm sim`, `qllm plan` and `qllm calibrate`: policies on a virtual clock."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from qllm.measure.variants import Variant
     from qllm.sim.capacity import Answer, Tried
     from qllm.sim.costs import CostFile
+    from qllm.sim.experts import ExpertsOnDisk, Routing
     from qllm.sim.run import Simulated
     from qllm.types import Slo
     from qllm.workloads.capacity import Capacity
@@ -105,6 +107,17 @@ def sim(
         str | None, typer.Option(help="Targets of LS requests, like ttft=500ms,tpot=50ms.")
     ] = None,
     setting: Settings = None,
+    expert_skew: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="With --set max_expert_bytes: skew of the router; without it that of the costs.",
+        ),
+    ] = None,
+    routing: Annotated[
+        Path | None,
+        typer.Option(help="With --set max_expert_bytes: a routing trace, FILE.npz, instead."),
+    ] = None,
     engines: Annotated[
         int, typer.Option(min=1, help="Equal engines; the named workload is for all together.")
     ] = 1,
@@ -118,7 +131,6 @@ def sim(
     out: Annotated[Path | None, typer.Option(help="Folder for figure and traces.")] = None,
 ) -> None:
     """Serve a workload on a virtual clock under each policy: tables, a figure, traces."""
-    from qllm.cli.trace import print_summary
     from qllm.config import parse_slo
     from qllm.measure.variants import parse_variants
     from qllm.sim import outcome
@@ -131,6 +143,7 @@ def sim(
         raise ConfigError(f"--route {route} chooses among engines: give --engines a number above 1")
     if (workload is None) == (requests is None):
         raise ConfigError("give --workload S1 to S15 or --requests FILE, and not both")
+    config, disk = _apart(machine, config, engines, (expert_skew, routing), seed)
     if requests is not None:
         from qllm.workloads.files import read_requests
 
@@ -152,15 +165,88 @@ def sim(
     _say_workload(machine, specs, seconds)
     runs = {}
     for label, serve in _arms(variants, engines, route or "class"):
-        runs[label] = run = serve(specs, machine, config=config, seconds=seconds)
-        typer.echo(f"\n{label}: {run.cpu_s:.1f} s of CPU for {run.window_s:.1f} virtual s")
-        print_summary(run.summary(), {})
-        if run.refused:
-            typer.echo(f"{run.refused} requests are longer than the engine holds: refused")
+        runs[label] = run = serve(specs, machine, config=config, seconds=seconds, **disk)
+        _say_run(label, run)
     print_table(outcome.HEAD, outcome.rows(runs, machine, targets))
     if out is not None:
         for what, path in outcome.write_files(out, runs).items():
             typer.echo(f"{what:<10} {path}")
+
+
+def _say_run(label: str, run: "Simulated") -> None:
+    """Print what a run did."""
+    from qllm.cli.trace import print_summary
+
+    typer.echo(f"\n{label}: {run.cpu_s:.1f} s of CPU for {run.window_s:.1f} virtual s")
+    print_summary(run.summary(), {})
+    for name, read in run.experts.items():
+        typer.echo(
+            f"{name}: {read['loads']:,} of {read['uses']:,} uses of experts read, "
+            f"{read['bytes'] / 1e9:,.2f} GB; frames waited {read['waits_ms'] / 1e3:,.2f} s"
+        )
+    if run.refused:
+        typer.echo(f"{run.refused} requests are longer than the engine holds: refused")
+
+
+def _apart(
+    machine: "CostFile",
+    config: "EngineConfig",
+    engines: int,
+    routed: tuple[float | None, Path | None],
+    seed: int,
+) -> "tuple[EngineConfig, dict[str, ExpertsOnDisk]]":
+    """Return the settings without a disk, and the experts on the measured disk of `expert_dir`.
+
+    Args:
+        machine: Costs of the model.
+        config: Settings with or without a disk.
+        engines: Number of engines.
+        routed: Skew of the router and a routing trace, at most one of them.
+        seed: Seed of a drawn routing.
+    """
+    from qllm.measure.disk_rate import disk_rate
+    from qllm.sim.experts import ExpertsOnDisk
+
+    most, folder, num_bytes = config.max_expert_bytes, config.expert_dir, machine.expert_bytes
+    if most is None or folder is None or engines > 1:
+        if routed != (None, None):
+            raise ConfigError(
+                "--expert-skew and --routing are for experts on a disk: give --set "
+                "max_expert_bytes=SIZE --set expert_dir=FOLDER, and one engine"
+            )
+        return config, {}
+    if num_bytes == 0:
+        raise ConfigError(
+            f"max_expert_bytes={most}: the costs of {machine.model!r} have no experts; leave "
+            "max_expert_bytes and expert_dir out"
+        )
+    what, routing = _routing(machine, *routed, seed)
+    disk = ExpertsOnDisk(
+        max_bytes=int(most), expert_bytes=num_bytes, bytes_per_s=1, routing=routing
+    )
+    disk.placement(machine.model_shape())  # refused before the disk is measured
+    rate = disk_rate(Path(folder), num_bytes)
+    typer.echo(
+        f"experts of {num_bytes:,} bytes on a disk that reads {rate.bytes_per_s / 1e9:.2f} GB/s"
+        f"{'' if rate.is_direct else ' out of the page cache'}; {what}"
+    )
+    without = replace(config, max_expert_bytes=None, expert_dir=None)
+    return without, {"disk": replace(disk, bytes_per_s=rate.bytes_per_s)}
+
+
+def _routing(
+    machine: "CostFile", skew: float | None, trace: Path | None, seed: int
+) -> "tuple[str, Routing]":
+    """Return the routing of a simulation, and what it is."""
+    from qllm.sim.experts import SkewedRouting, TracedRouting
+
+    shape = machine.model_shape()
+    if trace is not None:
+        if skew is not None:
+            raise ConfigError(f"give --routing {trace} or --expert-skew {skew:g}, and not both")
+        return f"routing of {trace}", TracedRouting.read(trace, shape)
+    skew = machine.sim_costs().skew if skew is None else skew
+    return f"skew of the router {skew:g}", SkewedRouting(shape, skew, seed)
 
 
 def _arms(
@@ -209,8 +295,6 @@ def _named(
 
 
 def _with_slo(specs: "list[RequestSpec]", slo: "Slo") -> "list[RequestSpec]":
-    from dataclasses import replace
-
     from qllm.types import Priority
 
     return [replace(s, slo=slo) if s.priority <= Priority.LS else s for s in specs]

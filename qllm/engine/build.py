@@ -37,7 +37,7 @@ from qllm.engine.storage.identity import weights_digest
 from qllm.engine.storage.own_threads import set_own_torch_threads
 from qllm.engine.storage.pages import why_not
 from qllm.engine.storage.reads import DiskOrder
-from qllm.engine.storage.waits import ExpertWaits
+from qllm.engine.storage.waits import ExpertWaits, parks_for_experts
 from qllm.engine.watch import Watch
 from qllm.errors import CRASHED, ConfigError, DeviceError, EngineClosedError, ModelError
 from qllm.grammar import Vocabulary
@@ -50,14 +50,13 @@ from qllm.models.weights.formats.rounding import ROUNDINGS
 from qllm.models.weights.quantised_experts import all_quantised
 from qllm.models.weights.quantised_linears import weight_bytes
 from qllm.plugins import load_policy
-from qllm.policy import RankPolicy
 from qllm.record.trace import Trace
 from qllm.runner.conformance import check as check_conformance
 from qllm.runner.cpu import cpu_runner
 from qllm.runner.runner import TorchRunner
 from qllm.scheduler.decision import Parked
 from qllm.scheduler.scheduler import Scheduler
-from qllm.types import NS_PER_MS, NS_PER_S, Cap, FinishReason, RequestId
+from qllm.types import NS_PER_MS, NS_PER_S, FinishReason, RequestId
 
 _log = logging.getLogger(__name__)
 
@@ -632,8 +631,7 @@ def waits_of(
 ) -> ExpertWaits | None:
     """Return the waits for experts of a file; None if all experts are in memory.
 
-    It is also None if the policy makes plans of its own and asks for no stops inside a pass. Such a
-    policy may not know parked frames, so the runner reads experts by itself, and all others wait.
+    It is also None if the policy does not let frames wait: see `parks_for_experts`.
 
     Args:
         runner: Runner of the model.
@@ -642,9 +640,8 @@ def waits_of(
         now_ns: The engine's clock.
         order: Order of the threads that use the disk.
     """
-    policy, residency = scheduler.policy, runner.residency
-    stops = Cap.YIELD_LAYER | Cap.YIELD_EXPERT
-    if residency is None or not (isinstance(policy, RankPolicy) or policy.needs & stops):
+    residency = runner.residency
+    if residency is None or not parks_for_experts(scheduler.policy):
         return None
     return ExpertWaits(scheduler, residency, runner.missing, wake, now_ns, order)
 

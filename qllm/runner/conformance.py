@@ -13,13 +13,18 @@ is bit by bit, and each run chooses its own tokens:
     A   prefill uncut        decode while B is parked inside a layer
     B            prefill, parked at every boundary          decode, parked at every boundary
                  and after every few tasks of an op         and after every few tasks of an op
+
+If experts are in a file, all four passes go through the model together, layer by layer, so that
+each expert is read once. Then the decode steps run over a given token, because no token is chosen
+before the last layer. A pass stops, uncut or not, where its experts are not in memory yet.
 """
 
 import ctypes
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import c_int64
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,6 +40,7 @@ from qllm.runner.layers.drivers import HookedDriver
 from qllm.runner.layers.trial import mixers_of, refuse_chunks
 from qllm.runner.protocol import Stop, Watch
 from qllm.runner.reference import LayerPass, Pass, by_expert, pinned, unit
+from qllm.runner.residency import LayerResidency, Missing, Residency
 from qllm.scheduler.compile import compile_program
 from qllm.scheduler.program import START, Index, OpKind, Program
 from qllm.types import Grain, RequestId, SamplingParams
@@ -101,7 +107,10 @@ def check(model: nn.Module, runner: "TorchRunner") -> None:
                 place.file.path,
             )
         with _probing(model, runner) as probe:
-            probe.compare_parked(tokens[:-1])
+            if (residency := runner.residency) is None:
+                probe.compare_parked(tokens[:-1])
+            else:
+                probe.compare_by_layer(tokens, residency)
 
 
 def _compare_with_model(model: nn.Module, runner: "TorchRunner", tokens: list[int]) -> None:
@@ -170,6 +179,16 @@ def _probing(model: nn.Module, runner: "TorchRunner") -> Iterator["_Probe"]:
             runner.drop(program)
         for request_id in (_A, _B, _C):
             runner.remove(request_id)
+
+
+@dataclass(slots=True, eq=False)
+class _Walk:
+    """A program that goes through the model layer by layer."""
+
+    program: Program
+    index: Index = START
+    missing: Missing | None = None
+    """Experts that the program waits for."""
 
 
 class _Probe:
@@ -340,6 +359,46 @@ class _Probe:
         self._step(_B, length, length + 1, Grain.EXPERT)
         self._same(length + 1, "a decode step: one beside a parked request, one parked itself")
 
+    def compare_by_layer(self, tokens: list[int], residency: Residency) -> None:
+        """Run requests A and B layer by layer. Each expert is read at most once.
+
+        Args:
+            tokens: The prompt, and the token of the decode step.
+            residency: Slots for experts, which lose all experts first.
+        """
+        length, grains = len(tokens) - 1, {_A: Grain.STEP, _B: Grain.EXPERT}
+        for request_id in grains:
+            self._add(request_id, tokens, length)
+        first_a, first_b = (_Walk(self._begin(i, 0, length, grains[i])) for i in grains)
+        for request_id in grains:  # a decode step follows its prefill through the layers
+            self.runner.requests[request_id].kv.commit(length)
+        next_a, next_b = (_Walk(self._begin(i, length, length + 1, grains[i])) for i in grains)
+        residency.leave()  # a decode step with its experts in memory would overtake its prefill
+        residency.enter()
+        parked, residency.parks = residency.parks, True
+        try:
+            for walk in (first_a, first_b, next_a, next_b):
+                self._go_on(walk)
+            # while the decode step of A runs, the prefill of B is parked inside a layer
+            while waiting := [w for w in (first_a, next_a, first_b, next_b) if w.missing]:
+                layer, experts = _next_experts(waiting, (next_a, next_b))
+                with layer.pinned(experts):  # as many as fit
+                    for walk in waiting:
+                        self._go_on(walk)
+        finally:
+            residency.parks = parked
+        for walk in (first_a, first_b, next_a, next_b):
+            self._end(walk.program)
+        self._same(length, "a prefill that was parked at every boundary")
+        self._same(length + 1, "a decode step: one beside a parked request, one parked itself")
+
+    def _go_on(self, walk: _Walk) -> None:
+        """Run a program until it misses experts, or to its end."""
+        walk.missing, stop = None, _Inside()
+        while walk.missing is None and walk.index != walk.program.end:
+            walk.index = self._run(walk.program, walk.index, stop)
+            walk.missing = self.runner.missing(walk.program)
+
     def _same(self, length: int, what: str) -> None:
         uncut, parked = self.logits[_A, length], self.logits[_B, length]
         if not torch.equal(uncut, parked):
@@ -361,7 +420,8 @@ class _Probe:
         sampled = self.runner.finish(program)
         row = program.rows[0]
         best = int(self.logits[row.request_id, row.hi].argmax())
-        if [s.token_id for s in sampled] != [best]:
+        known = self.runner.token_ids(row.request_id)
+        if [s.token_id for s in sampled] != [best] or known[-1] != best:
             raise ModelError(f"{self._family()} sampled {sampled}, not token {best}")
 
     # -- programs
@@ -413,6 +473,23 @@ class _Probe:
             f"{self._family()}: the results differ from model.forward by more than rounding "
             f"explains; first different: {where}. {_REPORT}"
         )
+
+
+def _next_experts(
+    waiting: Sequence[_Walk], decodes: Collection[_Walk]
+) -> tuple[LayerResidency, list[int]]:
+    """Return the experts that the first program waits for, and others in its layer, too.
+
+    Those of decode steps are last, so that a decode step leaves a layer when all others have.
+    """
+    first = waiting[0].missing
+    assert first is not None
+    wanted: dict[bool, dict[int, None]] = {False: {}, True: {}}
+    for walk in waiting:
+        if walk.missing is not None and walk.missing.residency is first.residency:
+            wanted[walk in decodes].update(dict.fromkeys(walk.missing.experts))
+    rest = [expert for expert in wanted[False] if expert not in wanted[True]]
+    return first.residency, [*rest, *wanted[True]]
 
 
 _REPORT = "Report the family, or set conformance=False to serve it all the same"

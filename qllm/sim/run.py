@@ -6,7 +6,7 @@ events. No code here draws a random number or reads a clock, except for the repo
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -17,14 +17,17 @@ from qllm.engine.kv.prefix import PrefixCache
 from qllm.engine.limits import limits_of
 from qllm.engine.loop import EngineLoop
 from qllm.engine.sizes import with_usual_sizes
+from qllm.engine.storage.reads import DiskOrder
+from qllm.engine.storage.waits import ExpertWaits, parks_for_experts
 from qllm.errors import ConfigError, PolicyError
-from qllm.ingress import Revision, Submission
+from qllm.ingress import LOOK, Revision, Submission
 from qllm.plugins import load_policy
 from qllm.record.metrics import RequestMetrics
 from qllm.record.trace import Arrived, Event, Trace
 from qllm.scheduler.prefix import PageStore
 from qllm.scheduler.scheduler import Scheduler
 from qllm.sim.costs import CostFile
+from qllm.sim.experts import ExpertsOnDisk, ReadingIngress, ReadingRunner, VirtualReads
 from qllm.sim.ingress import VirtualIngress
 from qllm.sim.ranks import ONE_HOST, Link
 from qllm.sim.runner import SimRunner, VirtualClock
@@ -53,6 +56,9 @@ class Simulated(Sent):
     """Number of iterations of the engine loop."""
     cpu_s: float
     """CPU seconds of the simulation."""
+    experts: dict[str, Any] = field(default_factory=dict)
+    """Uses, loads, bytes and waits of "LS" and "BE", as `engine.stats()` has them; {} without a
+    disk."""
 
 
 @dataclass(slots=True)
@@ -87,6 +93,8 @@ class SimulatedEngine:
         ingress: Factory of the ingress.
         has_tokens: True if prompts have tokens, so that their KV is cached.
         link: Time of a gather of ranks, if `config` has several.
+
+        disk: Experts in a file; None has all in memory. Its ingress is a `ReadingIngress`.
     """
 
     def __init__(
@@ -98,6 +106,8 @@ class SimulatedEngine:
         ingress: Callable[[VirtualClock], VirtualIngress] = VirtualIngress,
         has_tokens: bool = False,
         link: Link = ONE_HOST,
+
+        disk: ExpertsOnDisk | None = None,
     ) -> None:
         if config.prefix_cache not in ("auto", False):
             raise ConfigError(
@@ -107,6 +117,8 @@ class SimulatedEngine:
         if config.kv_dir is not None:
             raise ConfigError(f"kv_dir={config.kv_dir!r} cannot be simulated; leave it out")
         config.refuse_apart("a simulation", on_ranks=True)
+
+        config.refuse_apart("a simulation without a disk")
         self.clock = VirtualClock()
         self.ingress = ingress(self.clock)
         self.record = _LeanTrace()
@@ -120,7 +132,7 @@ class SimulatedEngine:
         self._talking: dict[RequestId, tuple[Arrival, list[int]]] = {}
         """Open requests that others follow, with their answers so far."""
         shape = costs.model_shape()
-        self.runner = SimRunner(
+        self.runner = (SimRunner if disk is None else ReadingRunner)(
             shape,
             self.clock,
             costs.sim_costs(),
@@ -144,6 +156,43 @@ class SimulatedEngine:
             prefix=self._prefix_cache(scheduler) if caches else None,
             costs=StepCosts(lambda: move_ns),
         )
+        self._waits: ExpertWaits | None = None
+        if disk is not None:
+            self.loop.waits = self._waits = self._read_from(disk, scheduler)
+
+    def _read_from(self, disk: ExpertsOnDisk, scheduler: Scheduler) -> ExpertWaits:
+        """Return the waits for experts of a disk."""
+        runner, ingress, policy = self.runner, self.ingress, scheduler.policy
+        assert isinstance(runner, ReadingRunner)
+        assert isinstance(ingress, ReadingIngress)
+        if not parks_for_experts(policy):
+            raise ConfigError(
+                f"policy {type(policy).__name__} stops inside no pass, so its experts are read "
+                "while all requests wait, and that is not simulated; take another policy, or leave "
+                "max_expert_bytes out"
+            )
+        places = disk.placement(runner.shape)
+        runner.use_disk(places, disk.routing)
+        made: list[VirtualReads] = []
+
+        def reads(*args: Any) -> VirtualReads:
+            made.append(VirtualReads(*args, disk=disk))
+            return made[0]
+
+        waits = ExpertWaits(
+            scheduler, places, runner.missing,
+            lambda: ingress.put_at(made[0].at_ns, LOOK), self.clock, DiskOrder(), threads=reads,
+        )  # fmt: skip
+        ingress.reads = made[0]
+        return waits
+
+    @property
+    def experts(self) -> dict[str, Any]:
+        """Return uses, loads, bytes and waits of experts by class; {} without a disk."""
+        if self._waits is None:
+            return {}
+        stats = self._waits.stats()
+        return {name: stats[name] for name in ("LS", "BE")}
 
     def _prefix_cache(self, scheduler: Scheduler) -> PrefixCache:
         config = self._config
@@ -301,6 +350,8 @@ def simulate(
     on_step: Callable[[int], None] | None = None,
     move_token_ns: int | None = None,
     link: Link = ONE_HOST,
+
+    disk: ExpertsOnDisk | None = None,
 ) -> Simulated:
     """Serve requests on a virtual clock.
 
@@ -323,6 +374,11 @@ def simulate(
     Raises:
         ConfigError: The policy or one of its settings is unknown, or the model cannot be split over
             so many ranks.
+
+        disk: The experts, if they are in a file; None has all in memory.
+
+    Raises:
+        ConfigError: The policy or one of its settings is unknown, or the disk cannot be simulated.
         PolicyError: The policy raised, broke an invariant, or stalls.
     """
     config = with_usual_sizes(config or EngineConfig(max_kv_tokens=costs.max_kv_tokens))
@@ -336,6 +392,11 @@ def simulate(
         raise ConfigError("the prompts of a flood have no tokens: simulate sessions without one")
     made = load_policy(policy, policy_settings)
     world = SimulatedEngine(made, costs, config, move_token_ns, has_tokens=has_sessions, link=link)
+
+    ingress = VirtualIngress if disk is None else ReadingIngress
+    world = SimulatedEngine(
+        made, costs, config, move_token_ns, ingress, has_tokens=has_sessions, disk=disk
+    )
     world.record.meta.update(model=costs.title, policy=repr(made), simulated=True)
     begun = time.process_time()
     if has_sessions:
@@ -360,4 +421,5 @@ def simulate(
         gathers=world.runner.gathers,
         decisions=world.num_turns,
         cpu_s=time.process_time() - begun,
+        experts=world.experts,
     )

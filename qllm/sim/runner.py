@@ -304,17 +304,21 @@ class SimRunner:
         """Move the clock to the program's stop; see `qllm.runner.protocol.Runner.run`."""
         if start != START:  # a resumed frame was accepted earlier
             self._between_runs(program)
-        frame = self.frames[program.frame_id]
-        timeline = frame.timeline
-        end, index = program.end, start
-        begun_ns = self.clock.at_ns - timeline.at(start)
-        while index < end:
-            index = min(end, self._next_look(program, timeline, index, begun_ns, stop))
-            self.clock.at_ns = begun_ns + timeline.at(index)
-            if index < end and self._asked(program, stop):
-                break
-        self._did(program, frame, start, index)
+        index, _ = self._go(program, start, program.end, stop)
         return index
+
+    def _go(self, program: Program, start: Index, end: Index, stop: Stop) -> tuple[Index, bool]:
+        """Move the clock to `end`, or to a stop before; return the index, and True for a stop."""
+        frame = self.frames[program.frame_id]
+        timeline, index, is_stopped = frame.timeline, start, False
+        begun_ns = self.clock.at_ns - timeline.at(start)
+        while index < end and not is_stopped:
+            look = self._next_look(program, timeline, index, begun_ns, stop)
+            index = min(end, look)
+            self.clock.at_ns = begun_ns + timeline.at(index)
+            is_stopped = look <= end and index < program.end and self._asked(program, stop)
+        self._did(program, frame, start, index)
+        return index, is_stopped
 
     def _next_look(
         self, program: Program, timeline: Timeline, index: Index, begun_ns: int, stop: Stop

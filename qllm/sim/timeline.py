@@ -18,7 +18,7 @@ from qllm.types import Grain
 
 
 @lru_cache(maxsize=64)
-def _hit_rates(num_experts: int, top_k: int, skew: float) -> tuple[float, ...]:
+def hit_rates(num_experts: int, top_k: int, skew: float) -> tuple[float, ...]:
     """Return the probability of each expert that one token uses it. Their sum is `top_k`.
 
     The probability is proportional to 1 / (place + 1) ** skew, but a token uses an expert at most
@@ -46,7 +46,7 @@ def expert_coverage(num_tokens: int, num_experts: int, top_k: int, skew: float =
         skew: Exponent of the popularity of experts; 0 is uniform routing, where the curve is
             E * (1 - (1 - K / E) ** num_tokens).
     """
-    rates = _hit_rates(num_experts, top_k, skew)
+    rates = hit_rates(num_experts, top_k, skew)
     return sum(1.0 - (1.0 - rate) ** num_tokens for rate in rates)
 
 
@@ -346,6 +346,11 @@ class Timeline:
         part, layer, place = self._find(index.op)
         found = part.before.plus(part.gathers[-1], layer)
         return found.plus(part.gathers[place - 1]) if place else found
+
+    def units_of(self, op: int) -> int:
+        """Return the number of boundaries to the end of an op."""
+        part, _, place = self._find(op)
+        return part.units[place]
 
     def following(self, index: Index) -> Index:
         """Return the next boundary of any grain."""

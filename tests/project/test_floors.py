@@ -64,6 +64,7 @@ GROUPS = {
         STDLIB | {"numpy", "torch", "transformers"},
     ),
     "runner.protocol": Floor("errors types plan scheduler.program", PURE),
+    "runner.displacing runner.placing": Floor("types runner.displacing", PURE | {"numpy"}),
     "sharded": Floor(
         "errors types plan kernels models runner scheduler.program", STDLIB | {"torch"}
     ),
@@ -170,6 +171,10 @@ GROUPS = {
     ),
     "sim.rank_sizes": Floor("models runner sharded sim.ranks", STDLIB | {"torch"}),
     "sim.depths": Floor("errors types fleet.audit fleet.choice models.depth_profile", STDLIB),
+    "sim.experts": Floor(
+        "errors types plan engine.storage runner.placing runner.protocol scheduler.program sim",
+        STDLIB | {"numpy"},
+    ),
     "sim.calibrate": Floor(
         f"{BASE} engine ingress measure models plugins record runner scheduler sim",
         STDLIB | {"numpy", "torch", "transformers"},

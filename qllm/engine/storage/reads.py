@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from qllm.runner.displacing import Use
-from qllm.runner.residency import Wanted
+from qllm.runner.placing import Wanted
 
 Rank = tuple[bool, int, int]
 """Rank of a frame, smallest first: True for BE, and arrival in ns and id of its oldest request."""
@@ -130,6 +130,7 @@ class ReadThreads(DiskThreads):
         wake: Function called from a thread when a frame of LS may run, or the engine sleeps.
         now_ns: The engine's clock.
         order: Order of all threads that use the disk.
+        num_threads: Number of threads.
     """
 
     def __init__(
@@ -138,6 +139,7 @@ class ReadThreads(DiskThreads):
         wake: Callable[[], None],
         now_ns: Callable[[], int],
         order: DiskOrder,
+        num_threads: int = NUM_THREADS,
     ) -> None:
         self._read, self._wake, self._now_ns = read, wake, now_ns
         self._queue: list[ExpertRead] = []
@@ -146,7 +148,7 @@ class ReadThreads(DiskThreads):
         self._is_asleep = self._is_gentle = False
         self.num_resting = 0
         """Number of threads that rest."""
-        super().__init__(order, {f"qllm-expert-read-{i}": self._serve for i in range(NUM_THREADS)})
+        super().__init__(order, {f"qllm-expert-read-{i}": self._serve for i in range(num_threads)})
 
     # -- the engine's thread
 

@@ -13,7 +13,7 @@ All of this runs on the engine's thread. Threads only read (`qllm.engine.storage
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from qllm.engine.storage.reads import (
     NUM_THREADS,
@@ -24,12 +24,13 @@ from qllm.engine.storage.reads import (
     Ticket,
 )
 from qllm.errors import ModelError
+from qllm.policy import RankPolicy
 from qllm.runner.displacing import Use
-from qllm.runner.residency import Missing, Residency
+from qllm.runner.placing import LayerPlaces, Placement
 from qllm.scheduler.decision import Parked
 from qllm.scheduler.program import Index, Program
 from qllm.scheduler.scheduler import Scheduler
-from qllm.types import NS_PER_MS, NS_PER_S, Priority
+from qllm.types import NS_PER_MS, NS_PER_S, Cap, Priority
 
 DEADLINE_NS = 30 * NS_PER_S
 """Longest time that an expert is read. After it, the frames that wait for the expert fail."""
@@ -39,6 +40,27 @@ MOST_FAILURES = 3
 """Number of failed reads in a row after which the engine is not ready."""
 
 _log = logging.getLogger(__name__)
+
+
+def parks_for_experts(policy: Any) -> bool:
+    """Return True if frames under a policy may wait for experts while others run.
+
+    A policy that makes plans of its own and asks for no stops inside a pass may not know parked
+    frames. Then the runner reads experts by itself, and all others wait.
+    """
+    stops = Cap.YIELD_LAYER | Cap.YIELD_EXPERT
+    return isinstance(policy, RankPolicy) or bool(policy.needs & stops)
+
+
+class Missed(Protocol):
+    """Experts that a frame needs and that are not in memory: `Missing` of a runner."""
+
+    @property
+    def residency(self) -> LayerPlaces: ...
+    @property
+    def experts(self) -> tuple[int, ...]: ...
+    @property
+    def is_range(self) -> bool: ...
 
 
 class ExpertWaits:
@@ -52,21 +74,23 @@ class ExpertWaits:
         now_ns: The engine's clock.
         order: Order of all threads that use the disk.
         deadline_ns: Longest time that an expert is read.
+        threads: Class of the threads that read.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
-        residency: Residency,
-        missing: Callable[[Program], Missing | None],
+        residency: Placement,
+        missing: Callable[[Program], Missed | None],
         wake: Callable[[], None],
         now_ns: Callable[[], int],
         order: DiskOrder,
         deadline_ns: int = DEADLINE_NS,
+        threads: Callable[..., ReadThreads] = ReadThreads,
     ) -> None:
         self._scheduler, self._residency, self._missing = scheduler, residency, missing
         self._deadline_ns = deadline_ns
-        self._threads = ReadThreads(residency.read, wake, now_ns, order)
+        self._threads = threads(residency.read, wake, now_ns, order)
         self._tickets: dict[int, Ticket] = {}
         self._reads: dict[int, ExpertRead] = {}
         """Reads that have not been taken back, by row of the table."""
