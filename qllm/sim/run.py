@@ -93,7 +93,6 @@ class SimulatedEngine:
         ingress: Factory of the ingress.
         has_tokens: True if prompts have tokens, so that their KV is cached.
         link: Time of a gather of ranks, if `config` has several.
-
         disk: Experts in a file; None has all in memory. Its ingress is a `ReadingIngress`.
     """
 
@@ -106,7 +105,6 @@ class SimulatedEngine:
         ingress: Callable[[VirtualClock], VirtualIngress] = VirtualIngress,
         has_tokens: bool = False,
         link: Link = ONE_HOST,
-
         disk: ExpertsOnDisk | None = None,
     ) -> None:
         if config.prefix_cache not in ("auto", False):
@@ -116,9 +114,7 @@ class SimulatedEngine:
             )
         if config.kv_dir is not None:
             raise ConfigError(f"kv_dir={config.kv_dir!r} cannot be simulated; leave it out")
-        config.refuse_apart("a simulation", on_ranks=True)
-
-        config.refuse_apart("a simulation without a disk")
+        config.refuse_apart("a simulation without a disk", on_ranks=disk is None)
         self.clock = VirtualClock()
         self.ingress = ingress(self.clock)
         self.record = _LeanTrace()
@@ -350,7 +346,6 @@ def simulate(
     on_step: Callable[[int], None] | None = None,
     move_token_ns: int | None = None,
     link: Link = ONE_HOST,
-
     disk: ExpertsOnDisk | None = None,
 ) -> Simulated:
     """Serve requests on a virtual clock.
@@ -370,15 +365,11 @@ def simulate(
         move_token_ns: Nanoseconds that the scheduler expects for moving the KV of a token; None is
             the real cost (`SimCosts.move_token_ns`).
         link: Time of a gather, if `config` has several ranks. Each rank has the costs of the file.
-
-    Raises:
-        ConfigError: The policy or one of its settings is unknown, or the model cannot be split over
-            so many ranks.
-
         disk: The experts, if they are in a file; None has all in memory.
 
     Raises:
-        ConfigError: The policy or one of its settings is unknown, or the disk cannot be simulated.
+        ConfigError: The policy or one of its settings is unknown, the model cannot be split over so
+            many ranks, or the disk cannot be simulated.
         PolicyError: The policy raised, broke an invariant, or stalls.
     """
     config = with_usual_sizes(config or EngineConfig(max_kv_tokens=costs.max_kv_tokens))
@@ -391,11 +382,9 @@ def simulate(
     if has_sessions and flood is not None:
         raise ConfigError("the prompts of a flood have no tokens: simulate sessions without one")
     made = load_policy(policy, policy_settings)
-    world = SimulatedEngine(made, costs, config, move_token_ns, has_tokens=has_sessions, link=link)
-
     ingress = VirtualIngress if disk is None else ReadingIngress
     world = SimulatedEngine(
-        made, costs, config, move_token_ns, ingress, has_tokens=has_sessions, disk=disk
+        made, costs, config, move_token_ns, ingress, has_tokens=has_sessions, link=link, disk=disk
     )
     world.record.meta.update(model=costs.title, policy=repr(made), simulated=True)
     begun = time.process_time()

@@ -133,6 +133,33 @@ def test_the_request_of_the_guide_is_answered(served: Serving, choice: Choice) -
     assert answer.headers["x-qllm-models"] == f"{CUT}[0:]"
 
 
+def counted(served: Serving, what: str) -> list[float]:
+    return [served.metric(f"qllm:lossy_{what}_total", name) for name in NAMES]
+
+
+def test_metrics_count_tokens_and_switches_of_each_candidate(served: Serving) -> None:
+    follow(served, Script({0: CUT, 7: DEEPER, 20: WHOLE}))
+    names = ("requests", "tokens", "switches")
+    before = {what: counted(served, what) for what in names}
+    served.post(COMPLETIONS, asked("def area("))
+    wait_for(lambda: counted(served, "requests") != before["requests"])
+    grew = {
+        what: [after - old for after, old in zip(counted(served, what), before[what], strict=True)]
+        for what in names
+    }
+    assert grew == {"requests": [1, 0, 0], "tokens": [28, 7, 13], "switches": [1, 0, 1]}
+
+
+def test_a_candidate_computes_no_request_that_has_left_it(served: Serving) -> None:
+    follow(served, Script({0: CUT, 5: WHOLE}))
+    handle, course = begun(served, CUT, "def area(", 2000)
+    wait_for(lambda: len(course.spans) == 2)
+    wait_for(lambda: served.front.of(CUT).engine.stats()["num_live"] == 0)
+    assert not handle.has_ended
+    handle.cancel()
+    wait_for(lambda: idle(served))
+
+
 def test_a_chat_may_be_lossy(served: Serving) -> None:
     follow(served, Script({0: CUT, 5: WHOLE}))
     chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 12, **LOSSY}
