@@ -261,8 +261,8 @@ def mixes(
             target = f">= {least}"
             table.add(name, f"{ratio:.2f}", target, ratio >= least, energy=energy[kind])
         loss = part[kind]["auto"]
-        name, text = f"{what}: part of the tokens of auto that differs", f"{loss:.4f}"
-        table.add(name, text, f"<= {bound}", loss <= bound)
+        of_auto = f"{what}: part of the tokens of auto that differs"
+        table.add(of_auto, f"{loss:.4f}", f"<= {bound}", loss <= bound)
     return {"tokens_per_s": rates, "differing": part}
 
 

@@ -17,7 +17,7 @@ This module has no clock and no chance. Time is counted in tokens and requests.
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -133,6 +133,8 @@ class Choice:
     ) -> None:
         self.rules = rules or Rules()
         _check(candidates, self.rules)
+        self.cost_of: Callable[[str], Cost] = self._given_cost
+        """Function that returns the cost of going to a candidate, by its name."""
         self.costs = dict(costs or {})
         """Cost of going to a candidate, by its name. The caller keeps it up to date."""
         self._states = {one.name: _State(one) for one in _kept(candidates, self.rules)}
@@ -250,6 +252,9 @@ class Choice:
 
     # -- changes
 
+    def _given_cost(self, name: str) -> Cost:
+        return self.costs.get(name, Cost())
+
     def _able(self) -> list[str]:
         """Return the names of the open candidates that do not rest. Whole models never rest."""
         return [
@@ -285,7 +290,7 @@ class Choice:
         deeper = [one for one in others if one.model == own.model and one.depth > own.depth]
         nearest = sorted(deeper, key=lambda one: one.depth)[:1]
         found = nearest + [one for one in others if one.model != own.model]
-        best = min(found, key=lambda one: self.costs.get(one.name, Cost()).all_s)
+        best = min(found, key=lambda one: self.cost_of(one.name).all_s)
         return self._go(best.name)
 
     def _go(self, name: str) -> Decision:

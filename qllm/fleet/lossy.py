@@ -1,6 +1,6 @@
 """Answers that may lose: each one runs at the candidate that `Choice` names, and may change it.
 
-    token of A -> `Course.heard_of` -> `Choice` says B -> A drops the request -> B goes on
+    token of A -> `Course.had_token` -> `Choice` says B -> A drops the request -> B goes on
 
 A request changes its engine between two tokens, on the thread that delivers the tokens of A. B gets
 the prompt and the tokens so far, as after an engine's death (`qllm.frontend.request_log`). So the
@@ -10,7 +10,7 @@ answer is exactly what A and B give alone, one after the other: A up to the chan
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import quote
@@ -53,6 +53,13 @@ class Span(NamedTuple):
     begin: int
 
 
+class CacheKey(NamedTuple):
+    """Owner and salt of cached KV. Only requests with the same ones share KV."""
+
+    cache_owner: str = ""
+    cache_salt: str = ""
+
+
 class Standing(NamedTuple):
     """A candidate in the eyes of the audits."""
 
@@ -69,10 +76,12 @@ class Course(RequestKeeper):
         lossy: Owner.
         handle: The answer.
         name: Candidate that has the request.
+        cached_for: Owner and salt of the request's cached KV. Audits use them too, so that a caller
+            who deletes its KV deletes theirs.
     """
 
-    def __init__(self, lossy: "Lossy", handle: Handle, name: str) -> None:
-        self._lossy = lossy
+    def __init__(self, lossy: "Lossy", handle: Handle, name: str, cached_for: CacheKey) -> None:
+        self._lossy, self.cached_for = lossy, cached_for
         self.handle = handle
         self.spans = [Span(name, 0)]
         """The candidates of the answer so far, in order."""
@@ -89,9 +98,10 @@ class Course(RequestKeeper):
 
     def parts(self) -> list[tuple[str, int, int]]:
         """Return candidate, first token, and end of each part of the answer that has tokens."""
+        spans = tuple(self.spans)  # another thread may add one
         num = len(self.handle.token_ids)
-        ends = [span.begin for span in self.spans[1:]] + [num]
-        both = zip(self.spans, ends, strict=True)
+        ends = [span.begin for span in spans[1:]] + [num]
+        both = zip(spans, ends, strict=True)
         return [(span.name, span.begin, end) for span, end in both if end > span.begin]
 
     @property
@@ -112,10 +122,16 @@ class Course(RequestKeeper):
         """Store a request whose engine has ended: the next engine of this candidate continues."""
         self._lossy.log_of(self.name).take(entry, engine_ns, why)
 
+    def had_token(self, entry: SavedRequest) -> None:
+        """Count a token, and move the request if the choice says so."""
+        self._lossy.log_of(self.name).had_token(entry)
+        self._lossy.had_token(self, entry)
+
     def heard_of(self, entry: SavedRequest) -> None:
-        """Count a token or the end of the request, and move the request if the choice says so."""
+        """Count the request if it has ended."""
         self._lossy.log_of(self.name).heard_of(entry)
-        self._lossy.heard_of(self, entry)
+        if self.handle.has_ended:
+            self._lossy.on_end(self, entry.token_ns)
 
     def move_on(
         self, entry: SavedRequest, engine_ns: int, back: Callable[[SavedRequest], None]
@@ -160,7 +176,8 @@ class Lossy:
         self._lock = threading.RLock()
         self._choice, self._sides, self._token_s = choice, sides, token_s
         self._cut = {one.name for one in choice.candidates if not one.is_whole}
-        self._on_move, self._on_end = on_move, on_end
+        choice.cost_of = self.cost_of
+        self._on_move, self._report_end = on_move, on_end
         self._courses: WeakSet[Course] = WeakSet()
 
     def log_of(self, name: str) -> RequestLog:
@@ -207,45 +224,41 @@ class Lossy:
 
     # -- answers
 
-    def begin(self, handle: Handle, name: str) -> Course:
+    def begin(self, handle: Handle, name: str, cached_for: CacheKey) -> Course:
         """Follow an answer from now on. Its request was submitted with `confidence=True`.
 
         Args:
             handle: The answer.
             name: Candidate that has the request.
+            cached_for: Owner and salt of the request's cached KV.
         """
-        course = Course(self, handle, name)
+        course = Course(self, handle, name, cached_for)
         with self._lock:
             self._courses.add(course)
             if name not in self._choice.open:  # closed since the request was sent there
                 course.wanted = self._choice.current
         handle.log = course
         if handle.has_ended:  # before the engine's client had seen the course
-            self._end(course, ())
+            self.on_end(course, ())
         return course
 
-    def heard_of(self, course: Course, entry: SavedRequest) -> None:
+    def had_token(self, course: Course, entry: SavedRequest) -> None:
         """Count what is new of an answer, and move it if the choice says so.
 
-        The client of the engine that has the request calls this, after each token and at the end.
+        The client of the engine that has the request calls this, on the thread that delivers its
+        tokens. So no token of this engine can come between the move and the first token of the next
+        engine.
         """
-        handle = course.handle
-        if handle.has_ended:
-            self._end(course, entry.token_ns)
-            return
         with self._lock:
             self._count(course)
             wanted = course.wanted
-            # a paused request is also reported by threads that deliver no tokens
-            stays = entry.is_paused or entry.ended is not None or handle.finish_reason is not None
-            if wanted in (None, course.name) or stays:
-                return
+            if wanted in (None, course.name) or entry.end() is not None:
+                return  # it stays, or has its last token
             client: RingClient = self._sides[course.name].engine.client
-            if client.handles.get(handle.number) is not handle:
+            if not client.let_go(entry):
                 return  # its engine has ended, and the next one gets the request
             course.wanted = None
-            client.let_go(handle.number)
-            course.spans.append(Span(wanted, len(handle.token_ids)))
+            course.spans.append(Span(wanted, len(course.handle.token_ids)))
         self._on_move(wanted)
         side = self._sides[wanted]
         side.log.move_on(entry, client.now_ns(), side.engine.replay)
@@ -261,7 +274,7 @@ class Lossy:
         course.num_counted += len(fresh)
         self._follow(lambda: self._choice.on_tokens(course.name, fresh))
 
-    def _end(self, course: Course, token_ns: Sequence[int]) -> None:
+    def on_end(self, course: Course, token_ns: Sequence[int]) -> None:
         """Count an answer that has ended, once."""
         handle = course.handle
         with self._lock:
@@ -274,7 +287,7 @@ class Lossy:
             seconds = (token_ns[-1] - token_ns[0]) / NS_PER_S if token_ns else 0.0
             self._follow(lambda: self._choice.on_finished(course.name, num, seconds))
         if handle.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self._on_end(course)
+            self._report_end(course)
 
     def _follow(self, ask: Callable[[], Decision]) -> None:
         """Let open answers change their candidate as the choice decides. The caller holds the lock.
@@ -282,7 +295,6 @@ class Lossy:
         Answers leave a candidate that was closed. If the choice deepens, they leave the candidate
         before it too.
         """
-        self._choice.costs.update(self._costs())
         before, was_open = self._choice.current, self._choice.open
         decision, is_open = ask(), self._choice.open
         if decision.do is Do.STAY and is_open == was_open:
@@ -298,12 +310,12 @@ class Lossy:
         """Return the open answers. One that was cancelled between two engines reports no end."""
         return [course for course in self._courses if not course.handle.has_ended]
 
-    def _costs(self) -> Iterator[tuple[str, Cost]]:
-        """Yield the cost of going to each candidate now: the KV of open answers is computed."""
+    def cost_of(self, name: str) -> Cost:
+        """Return the cost of going to a candidate now: the KV of open answers is computed."""
         num = sum(
             len(course.handle.prompt_token_ids) + course.num_counted for course in self._live()
         )
-        return ((name, Cost(switch_s=num * each_s)) for name, each_s in self._token_s.items())
+        return Cost(switch_s=num * self._token_s[name])
 
 
 def check_sampling(params: SamplingParams) -> None:

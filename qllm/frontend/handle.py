@@ -89,8 +89,12 @@ class RequestKeeper(Protocol):
         """Store a request whose engine has ended, or end the request."""
         ...
 
+    def had_token(self, entry: Any) -> None:
+        """Record that a request has a token. The thread that delivers tokens calls this."""
+        ...
+
     def heard_of(self, entry: Any) -> None:
-        """Record that a request has a token, or has ended."""
+        """Record that a request has ended, or gets no token for now."""
         ...
 
     def move_on(self, entry: Any, engine_ns: int, back: Callable[[Any], None]) -> None:

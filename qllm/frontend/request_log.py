@@ -101,7 +101,7 @@ class RequestLog:
                 self._waiting[number] = entry
                 self._move_here(number, entry)
         if end is not None:
-            entry.finish(number, end)
+            self._finish(entry, number, end)
         elif entry.handle.finish_reason is not None:  # cancelled before it was migrated
             self.cancel(number)
 
@@ -154,7 +154,7 @@ class RequestLog:
                 self._put_back(number, entry)
                 return
             end = FinishReason.ERROR, str(error)
-        entry.finish(number, end)
+        self._finish(entry, number, end)
 
     # -- a new engine
 
@@ -165,6 +165,10 @@ class RequestLog:
             ranked = sorted(self._waiting.items(), key=lambda item: item[1].rank)
             self._waiting = dict(ranked)
         self._next()
+
+    def had_token(self, entry: SavedRequest) -> None:
+        """Record that a request has a token."""
+        self.heard_of(entry)
 
     def heard_of(self, entry: SavedRequest) -> None:
         """Record that a replayed request has a token, or has ended."""
@@ -204,7 +208,7 @@ class RequestLog:
             return False
         except QllmError as error:
             self._trial = None
-            entry.finish(number, (FinishReason.ERROR, str(error)))
+            self._finish(entry, number, (FinishReason.ERROR, str(error)))
         else:
             self.on_replay()
         return True
@@ -255,7 +259,13 @@ class RequestLog:
         with self._lock:
             entry = self._waiting.pop(number, None)
         if entry is not None:
-            entry.finish(number, (reason, error))
+            self._finish(entry, number, (reason, error))
+
+    def _finish(self, entry: SavedRequest, number: RequestId, end: End) -> None:
+        """Finish a request that no engine has, and tell the handle's own log if it is another."""
+        entry.finish(number, end)
+        if (log := entry.handle.log) is not None and log is not self:
+            log.heard_of(entry)
 
 
 def _status_of(entry: SavedRequest) -> Callable[[RequestId], RequestStatus]:

@@ -83,7 +83,7 @@ class RingClient(Client):
         if entry.ended is not None:
             self._front_end.cancel(Cancel(sampled.request_id, entry.ended[0]))
         if entry.handle.log is not None:
-            entry.handle.log.heard_of(entry)
+            entry.handle.log.had_token(entry)
 
     def _on_finish(self, end: End) -> None:
         entry = self._entry(end.request_id)
@@ -256,6 +256,7 @@ class RingClient(Client):
             raise QueueFullError(f"{MAX_OPEN} requests are open; try again later")
         request_id = submission.request_id
         entry.sent_priority, entry.put_ns = submission.priority, self.now_ns()
+        entry.number = request_id
         entry.num_had = submission.num_output_tokens
         self._open[request_id], self.handles[request_id] = entry, entry.handle
         try:
@@ -264,14 +265,18 @@ class RingClient(Client):
             self._forget(request_id)
             raise
 
-    def let_go(self, request_id: RequestId) -> None:
+    def let_go(self, entry: SavedRequest) -> bool:
         """Drop a request without an end, because it goes on at another engine.
 
         Only the thread that delivers tokens may call this, between two tokens: later tokens of this
-        engine are ignored.
+        engine are ignored. Returns False if another engine has the request.
         """
-        self._forget(request_id)
-        self.cancel(request_id)
+        number = entry.number
+        if number is None or self._open.get(number) is not entry:
+            return False
+        self._forget(number)
+        self.cancel(number)
+        return True
 
     def cancel(self, request_id: RequestId) -> None:
         if self._over is None:

@@ -41,6 +41,9 @@ class SavedRequest:
         self.num_had = self.num_cached = 0
         """Number of tokens at submission to the present engine, and number of cached prompt tokens.
         Only the first engine's report of cached tokens counts."""
+        self.number: RequestId | None = None
+        """Id at the engine that got the request last. The handle's own id follows a moment later.
+        """
         self.put_ns = arrival_ns
         """Time of submission to the present engine, on that engine's clock."""
 

@@ -102,8 +102,11 @@ class Relay(Handle):
         """Tell the front end to continue the request at another replica."""
         self._push(Lost(why))
 
-    def heard_of(self, entry: Any) -> None:
+    def had_token(self, entry: Any) -> None:
         """Do nothing, because the token goes to the caller in the other process."""
+
+    def heard_of(self, entry: Any) -> None:
+        """Do nothing, because the end goes to the caller in the other process."""
 
     def move_on(self, entry: Any, engine_ns: int, back: Callable[[Any], None]) -> None:
         """Tell the front end to continue the request elsewhere, because replicas migrate no KV."""

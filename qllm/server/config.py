@@ -364,16 +364,7 @@ def _check_also(config: ServerConfig) -> None:
     Raises:
         ConfigError: A model is spelled wrongly, two have one name, or a setting needs one model.
     """
-    if config.lossy and not config.auto:
-        raise ConfigError('lossy=True serves requests for the model "auto"; give auto=True too')
-    if config.lossy and config.role != "all":
-        raise ConfigError(
-            f"lossy=True with role={config.role!r}: profiles lie beside the weights, and a front "
-            "end has none; serve the models with role='all'"
-        )
-    for name in OF_LOSSY:
-        if name in config.model_fields_set and not config.lossy:
-            raise ConfigError(f"{name} is a setting of lossy answers; give lossy=True too")
+    _check_lossy(config)
     if not config.also:
         if config.auto:
             raise ConfigError("auto=True chooses among models; name further ones as also")
@@ -396,6 +387,29 @@ def _check_also(config: ServerConfig) -> None:
         )
     named = [name for one in config.further for name in one.model_names if name]
     refuse_same_names((*(name for name in config.model_names if name), *named))
+
+
+def _check_lossy(config: ServerConfig) -> None:
+    """Refuse settings that cannot go with lossy answers, and theirs without them.
+
+    Raises:
+        ConfigError: `lossy` is without what it needs, or one of its settings is without `lossy`.
+    """
+    if config.lossy and not config.auto:
+        raise ConfigError('lossy=True serves requests for the model "auto"; give auto=True too')
+    if config.lossy and config.role != "all":
+        raise ConfigError(
+            f"lossy=True with role={config.role!r}: profiles lie beside the weights, and a front "
+            "end has none; serve the models with role='all'"
+        )
+    if config.lossy and config.max_replays == 0:
+        raise ConfigError(
+            "lossy=True with max_replays=0: an answer that changes its engine may have to wait for "
+            "it, as after a failure; give max_replays of at least 1"
+        )
+    for name in OF_LOSSY:
+        if name in config.model_fields_set and not config.lossy:
+            raise ConfigError(f"{name} is a setting of lossy answers; give lossy=True too")
 
 
 def _refuse_unknown(source: str, values: Mapping[str, Any]) -> None:

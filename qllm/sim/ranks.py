@@ -53,7 +53,7 @@ class Link:
         return (num_ranks - 1) * (num * self.latency_ns + num_bytes / num_ranks * self.byte_ns)
 
 
-ONE_HOST = Link(610, 0)
+SHARED_MEMORY = Link(610, 0)
 """Ranks of one host: a gather of two takes 0.61 us, and parts lie where all ranks read them
 (`bench/engine/ranks.py`, docs/log)."""
 GLOO_1_GBIT = Link(400_000, 9.4)

@@ -29,7 +29,7 @@ from qllm.scheduler.scheduler import Scheduler
 from qllm.sim.costs import CostFile
 from qllm.sim.experts import ExpertsOnDisk, ReadingIngress, ReadingRunner, VirtualReads
 from qllm.sim.ingress import VirtualIngress
-from qllm.sim.ranks import ONE_HOST, Link
+from qllm.sim.ranks import SHARED_MEMORY, Link
 from qllm.sim.runner import SimRunner, VirtualClock
 from qllm.sim.timeline import Gathers
 from qllm.types import NS_PER_S, FinishReason, RequestId, Sampled, SamplingParams
@@ -104,7 +104,7 @@ class SimulatedEngine:
         move_token_ns: int | None = None,
         ingress: Callable[[VirtualClock], VirtualIngress] = VirtualIngress,
         has_tokens: bool = False,
-        link: Link = ONE_HOST,
+        link: Link = SHARED_MEMORY,
         disk: ExpertsOnDisk | None = None,
     ) -> None:
         if config.prefix_cache not in ("auto", False):
@@ -345,7 +345,7 @@ def simulate(
     flood: Flood | None = None,
     on_step: Callable[[int], None] | None = None,
     move_token_ns: int | None = None,
-    link: Link = ONE_HOST,
+    link: Link = SHARED_MEMORY,
     disk: ExpertsOnDisk | None = None,
 ) -> Simulated:
     """Serve requests on a virtual clock.

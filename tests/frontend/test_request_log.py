@@ -311,3 +311,36 @@ def test_what_later_engines_find_kept_of_a_prompt_is_its_own(
     later = replace(known, num_cached_tokens=3)
     client._on_finish(End(numbers[0], FinishReason.LENGTH, None, later))
     assert entry.handle.result(300).metrics.num_cached_tokens == told
+
+
+class Keeper:
+    """The log of a handle that passes its requests on to another log."""
+
+    def __init__(self) -> None:
+        self.ended: list[bool] = []
+
+    def heard_of(self, entry: SavedRequest) -> None:
+        self.ended.append(entry.handle.has_ended)
+
+
+@pytest.mark.parametrize("how", ["done", "cancelled", "late", "no engine", "moved"])
+def test_a_log_that_ends_a_request_tells_the_log_of_its_handle(how: str) -> None:
+    w, keeper = World(), Keeper()
+    entry = w.entry(1, LS, num_done=5 if how in ("done", "moved") else 2)
+    entry.handle.log = keeper  # type: ignore[assignment]
+    if how == "moved":
+        w.log.move_on(entry, time.monotonic_ns() - w.zero_ns, lambda _: None)
+        for thread in threading.enumerate():
+            if thread.name == "qllm-move":
+                thread.join()
+    else:
+        w.die(entry)
+    if how == "cancelled":
+        entry.handle.cancel()
+    elif how == "no engine":
+        w.log.end_all("over")
+    elif how == "late":
+        assert entry.submission is not None
+        entry.submission = replace(entry.submission, deadline_ns=1)
+        w.log.look()
+    assert keeper.ended == [True]

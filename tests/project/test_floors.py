@@ -138,8 +138,8 @@ GROUPS = {
     "server.metrics": Floor("types frontend.handle", WEB),
     "server.http": Floor("errors types frontend names server.config server.metrics", WEB),
     "server.requests": Floor(
-        "errors types fleet.models fleet.routes frontend llm server.config server.http "
-        "server.metrics",
+        "errors types fleet.audit fleet.choice fleet.lossy fleet.models fleet.routes frontend llm "
+        "models.depth_profile server.config server.http server.metrics",
         WEB,
     ),
     "server.tools": Floor(
@@ -204,6 +204,7 @@ OWN_BENCHES = {
     "kernels.transformers_experts": "transformers",
     "sim.depths": "fleet.choice models.depth_profile",
     "serving.fleet": "fleet.members fleet.router fleet.routes",
+    "serving.lossy": "fleet.choice models.depth_profile",
     "serving.rebalancing": "fleet.rebalance fleet.routes",
     "kernels.cpu_kernels": "runner",  # what has no public name
     "kernels.sampling": "runner",

@@ -31,6 +31,7 @@ PUBLIC = {
     "qllm/cli/new_package.py": "code of a new policy or drafter",
     "qllm/cli/profile.py": "a folder for a profile of a model",
     "qllm/cli/sim.py": "a folder for figures",
+    "qllm/cuda/calls.py": "compiled code",
     "qllm/device/cubins.py": "compiled code",
     "qllm/device/lanes.py": "a header of ours",
     "qllm/device/layout.py": "a header of ours",

@@ -7,6 +7,7 @@ import random
 import re
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from qllm.fleet.choice import Candidate, Choice, Rules
 from qllm.frontend.handle import Handle
 from qllm.server.config import load_config
 from qllm.server.requests import lossy as lossy_module
+from qllm.server.requests.ask import Ask
 from qllm.types import FinishReason, Priority, StructuredOutputs
 from tests.support.engines import pid_of
 from tests.support.files import ROOT
@@ -160,6 +162,41 @@ def test_a_candidate_computes_no_request_that_has_left_it(served: Serving) -> No
     wait_for(lambda: idle(served))
 
 
+def test_an_answer_whose_last_token_asks_for_a_change_stays_and_counts(served: Serving) -> None:
+    script = Script({0: CUT, 8: WHOLE})
+    follow(served, script)
+    before = counted(served, "tokens"), counted(served, "switches")
+    answer = served.post(COMPLETIONS, asked("def area(", 8))
+    assert answer.headers["x-qllm-models"] == f"{CUT}[0:]"
+    wait_for(lambda: counted(served, "tokens")[1] == before[0][1] + 8)
+    assert counted(served, "switches") == before[1]
+    assert [(name, num) for name, num, _ in script.heard] == [(CUT, 8)]
+
+
+def test_an_answer_that_changes_twice_before_its_handle_knows_harms_no_other(
+    served: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first token of an engine may come before the handle has its id at that engine."""
+    move = Handle.move
+
+    def late(handle: Handle, *args: Any) -> None:
+        time.sleep(0.1)
+        move(handle, *args)
+
+    monkeypatch.setattr(Handle, "move", late)
+    exact = SamplingParams(temperature=0, ignore_eos=True)
+    whole: Any = served.front.of(WHOLE)
+    others = [whole.engine.submit(f"def f{n}(", Priority.BE, 200, sampling=exact) for n in range(8)]
+    engines = [front.engine for front in served.front.all]
+    follow(served, Script({0: CUT, 5: WHOLE, 6: DEEPER, 7: WHOLE}))
+    handle, course = begun(served, CUT, "def area(", 40)
+    result = handle.result(60)
+    assert str(course) == f"{CUT}[0:5],{WHOLE}[5:6],{DEEPER}[6:7],{WHOLE}[7:]"
+    assert list(result.token_ids) == alone(served, str(course), result.prompt_token_ids, 40)
+    assert all(len(other.result(60).token_ids) == 200 for other in others)
+    assert [front.engine for front in served.front.all] == engines, "no engine was given up"
+
+
 def test_a_chat_may_be_lossy(served: Serving) -> None:
     follow(served, Script({0: CUT, 5: WHOLE}))
     chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 12, **LOSSY}
@@ -184,7 +221,7 @@ def begun(served: Serving, name: str, text: str, num: int = 400) -> tuple[Handle
     front: Any = served.front.of(name)
     handle = front.engine.submit(text, Priority.LS, num, sampling=params)
     owner: Any = front.lossy
-    owner.begin(handle, num, front)
+    owner.begin(handle, Ask(answer_id="a", max_tokens=num, cache_owner="key 7"), front)
     return handle, handle.log
 
 
@@ -348,14 +385,14 @@ def test_audits_are_best_effort_and_come_after_the_answer(
 
     def watched(ids: Any, priority: Any, *args: Any, **more: Any) -> Any:
         if str(more.get("request_id", "")).startswith("audit-"):
-            seen.append((priority, course.has_ended))
+            seen.append((priority, course.has_ended, more["cache_owner"]))
         return submit(ids, priority, *args, **more)
 
     monkeypatch.setattr(engine, "submit", watched)
     handle, course = begun(served, WHOLE, "def area(", 20)
     handle.result(60)
     wait_for(lambda: seen and not owner._audits)
-    assert seen == [(Priority.BE, True)]
+    assert seen == [(Priority.BE, True, "key 7")]
 
 
 def test_a_candidate_over_the_bound_is_left_by_open_answers_at_once(
@@ -413,6 +450,29 @@ def test_an_audit_that_fails_counts_all_tokens_as_different(
     wait_for(lambda: not owner._audits and choice.estimate(CUT).num_differing > before)
     assert said["usage"]["early_exit_tokens"] == 20
     assert choice.estimate(CUT).num_differing == before + 20
+
+
+def test_a_closed_candidate_that_cannot_read_harms_no_open_one(
+    served: Serving, choice: Choice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner: Any = served.front.lossy
+    for _ in range(choice.rules.trials):
+        choice.on_audit(CUT, 100, 0)
+    read = owner._read
+
+    async def fails(front: Any, *args: Any) -> Any:
+        if front.model_name == DEEPER:
+            raise RequestFailedError("the engine died too often")
+        return await read(front, *args)
+
+    monkeypatch.setattr(owner, "_read", fails)
+    before = choice.estimate(CUT)
+    handle, _ = begun(served, CUT, "def area(", 20)
+    handle.result(60)
+    wait_for(lambda: choice.estimate(CUT).num_positions == before.num_positions + 20)
+    assert choice.estimate(CUT).num_differing - before.num_differing < 20
+    assert choice.estimate(DEEPER).num_positions == 0
+    assert CUT in choice.open
 
 
 def test_an_audit_waits_for_a_whole_model_that_is_down(served: Serving, choice: Choice) -> None:
@@ -505,6 +565,7 @@ def test_settings_of_sampling_that_change_a_choice() -> None:
     [
         ({"lossy": True}, "give auto=True too"),
         ({"lossy": True, "auto": True, "engine_address": "a:1"}, "role='frontend'"),
+        ({"lossy": True, "auto": True, "max_replays": 0}, "max_replays of at least 1"),
         ({"max_disagreement": 0.1}, "max_disagreement is a setting of lossy answers"),
         (
             {"lossy": True, "auto": True, "also": ["tiny@2"], "max_disagreement": 0},

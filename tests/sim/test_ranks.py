@@ -12,7 +12,8 @@ from qllm import QLLMEngine, SamplingParams
 from qllm.config import EngineConfig
 from qllm.errors import ConfigError
 from qllm.kernels import cpu
-from qllm.plan import ModelShape, Row
+from qllm.plan import NO_CUTS, ModelShape, Plan, Row
+from qllm.scheduler.compile import compile_program
 from qllm.scheduler.program import START, Index, OpKind, Program
 from qllm.sharded.group import Group
 from qllm.sharded.runner import sharded_runner
@@ -22,7 +23,7 @@ from qllm.sim.presets import preset
 from qllm.sim.rank_sizes import rank_sizes
 from qllm.sim.ranks import (
     GLOO_1_GBIT,
-    ONE_HOST,
+    SHARED_MEMORY,
     LayerSizes,
     Link,
     RankPrices,
@@ -70,7 +71,7 @@ def test_simulated_passes_have_the_gathers_and_the_bytes_of_live_ranks(
     sizes = rank_sizes(model_with(name, "bf16", width))
     assert sizes is not None
     assert sizes.range_rows == backend.costs.range_rows
-    prices = RankPrices(SimCosts(), runner.shape, sizes, tp, ONE_HOST)
+    prices = RankPrices(SimCosts(), runner.shape, sizes, tp, SHARED_MEMORY)
     for request, ids in PROMPTS.items():
         add(runner, request, ids)
     num = runner.shape.num_layers
@@ -142,16 +143,20 @@ EVEN = SIZES.model_copy(update={"moe": CUT})
 
 
 def program_of(*rows: Row) -> Program:
-    from tests.sim.test_runner import make
-
-    return make(list(rows))
+    return compile_program(
+        Plan(rows=rows, grain=Grain.EXPERT),
+        frame_id=1,
+        samples=[True] * len(rows),
+        shape=SHAPE,
+        cuts=NO_CUTS,
+    )
 
 
 PROMPT = Row(1, 0, 40, 0, 4)
 
 
 def test_gathers_count_when_their_op_has_ended() -> None:
-    timeline = Timeline(program_of(PROMPT), RankPrices(SimCosts(), SHAPE, SIZES, 2, ONE_HOST))
+    timeline = Timeline(program_of(PROMPT), RankPrices(SimCosts(), SHAPE, SIZES, 2, SHARED_MEMORY))
     assert timeline.gathers_at(START) == Gathers(0, 0)
     assert timeline.gathers_at(Index(timeline.num_ops, 0)) == timeline.gathers
     found = [timeline.gathers_at(Index(i, 0)) for i in range(timeline.num_ops + 1)]
@@ -175,7 +180,7 @@ def test_a_link_adds_the_time_of_all_gathers(tp: int, sizes: RankSizes) -> None:
     assert gathers == both[1].gathers
     expected = (tp - 1) * (gathers.num * 5000 + gathers.num_bytes / tp * 0.5)
     assert both[1].total_ns - both[0].total_ns == pytest.approx(expected, abs=200)  # rounded units
-    assert ONE_HOST.ns(Gathers(10, 1 << 20), 2) == 6100
+    assert SHARED_MEMORY.ns(Gathers(10, 1 << 20), 2) == 6100
     assert GLOO_1_GBIT.ns(Gathers(1, 6 << 20), 2) / 1e6 == pytest.approx(30, abs=0.5)
 
 
@@ -247,7 +252,7 @@ def test_large_numbers_of_experts_do_not_overflow() -> None:
 
 
 def test_a_range_of_shared_experts_has_a_gather_of_its_own() -> None:
-    prices = RankPrices(SimCosts(), SHAPE, EVEN, 2, ONE_HOST)
+    prices = RankPrices(SimCosts(), SHAPE, EVEN, 2, SHARED_MEMORY)
     found = [prices.gathers(OpKind.EXPERTS, Work(n, 1, 0, 0), True) for n in (1, 500, 501, 2000)]
     assert [one.num for one in found] == [2, 2, 3, 5]
     assert found[1].num_bytes == 500 * 2 * (128 + 128) * 2
@@ -274,10 +279,10 @@ def test_costs_without_the_sizes_of_ranks_are_refused() -> None:
 def test_more_ranks_than_heads_are_refused(tiny_costs: CostFile) -> None:
     assert tiny_costs.ranks is not None
     with pytest.raises(ConfigError, match=r"^tp=64 is too many ranks: layer 0 has 8 "):
-        tiny_costs.prices(64, ONE_HOST)
+        tiny_costs.prices(64, SHARED_MEMORY)
     lacking = tiny_costs.model_copy(update={"ranks": SIZES.model_copy(update={"moe": None})})
     with pytest.raises(ConfigError, match="have no layer with experts, and the model has one"):
-        lacking.prices(2, ONE_HOST)
+        lacking.prices(2, SHARED_MEMORY)
 
 
 def test_models_that_cannot_be_split_have_no_sizes() -> None:

@@ -126,7 +126,7 @@ class LossyAnswers(Protocol):
         """Return the standing of each candidate by name, for the live page."""
         ...
 
-    def begin(self, handle: Handle, max_tokens: int, front: Any) -> None:
+    def begin(self, handle: Handle, ask: "Ask", front: Any) -> None:
         """Follow an answer that was submitted just now."""
         ...
 

@@ -360,7 +360,7 @@ class Front:
                         )
                     )
                     if lossy is not None:
-                        lossy.begin(handles[-1], ask.max_tokens or 1, self)
+                        lossy.begin(handles[-1], ask, self)
                     elif ask.replay:
                         self.keep(handles[-1])
                     first = handles[-1].prompt_token_ids

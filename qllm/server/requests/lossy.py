@@ -20,15 +20,17 @@ from qllm.errors import (
     InvalidRequestError,
     QllmError,
     QueueFullError,
+    RequestFailedError,
     naming,
 )
 from qllm.fleet.audit import choices, num_differing
 from qllm.fleet.choice import Candidate, Choice, Rules
-from qllm.fleet.lossy import Course, Lossy, check_sampling
-from qllm.frontend.handle import Handle
+from qllm.fleet.lossy import CacheKey, Course, Lossy, check_sampling
+from qllm.frontend.handle import Handle, Listener, Result
 from qllm.models.depth_profile import DepthEntry, DepthProfile, read
 from qllm.server.config import ServerConfig
 from qllm.server.http.errors import ApiError
+from qllm.server.requests.ask import Ask
 from qllm.server.requests.front import Front
 from qllm.types import Logprobs, Priority, SamplingParams
 
@@ -169,20 +171,20 @@ class LossyFronts:
             )
         check_sampling(params)
 
-    def begin(self, handle: Handle, max_tokens: int, front: Front) -> None:
+    def begin(self, handle: Handle, ask: Ask, front: Front) -> None:
         """Follow a lossy answer that was submitted just now.
 
         Raises:
             InvalidRequestError: A candidate could not hold it.
         """
-        num, most = len(handle.prompt_token_ids), self.longest
+        num, most, max_tokens = len(handle.prompt_token_ids), self.longest, ask.max_tokens or 1
         if num + max_tokens > most:
             raise InvalidRequestError(
                 f"a prompt of {num} tokens and max_tokens={max_tokens} are more than the {most} "
                 "that every candidate of lossy answers can hold; make them shorter, or leave out "
                 "lossy"
             )
-        self._lossy.begin(handle, front.model_name)
+        self._lossy.begin(handle, front.model_name, CacheKey(ask.cache_owner, ask.cache_salt))
 
     # -- audits
 
@@ -240,28 +242,38 @@ class LossyFronts:
         prompt = course.handle.prompt_token_ids
         ids, begin = [*prompt, *course.handle.token_ids], len(prompt)
         closed = [x for x in self._lossy.shadowed if x not in {part[0] for part in parts}]
-        names = [self._reference[name] for name, *_ in parts]
-        names += [x for name in closed for x in (name, self._reference[name])]
-        scores = {name: await self._read(self._fronts[name], ids) for name in dict.fromkeys(names)}
+        names = [self._reference[name] for name in (*(part[0] for part in parts), *closed)]
+        scores = {
+            name: await self._read(self._fronts[name], ids, course.cached_for)
+            for name in dict.fromkeys(names)
+        }
         found = []
         for name, first, end in parts:
             own = scores[self._reference[name]][: begin + end]
             found.append((name, *num_differing(ids[: begin + end], own, begin + first)))
         for name in closed:
-            chosen = [*prompt, *choices(scores[name], begin)]
+            try:
+                own = await self._read(self._fronts[name], ids, course.cached_for)
+            except QllmError as error:  # it stays closed, and the others are judged without it
+                _log.warning("%r could not read an answer: %s", name, error)
+                continue
+            chosen = [*prompt, *choices(own, begin)]
             found.append((name, *num_differing(chosen, scores[self._reference[name]], begin)))
         return found
 
-    async def _read(self, front: Front, ids: list[int]) -> Sequence[Logprobs | None]:
+    async def _read(self, front: Front, ids: list[int], key: CacheKey) -> Sequence[Logprobs | None]:
         """Let a model read tokens as BE; return its log-probabilities of each.
 
         Raises:
             RequestFailedError: The model's engines died too often.
         """
-        params = SamplingParams(temperature=0, prompt_logprobs=1)
+        how: dict[str, Any] = {
+            "sampling": SamplingParams(temperature=0, prompt_logprobs=1),
+            "request_id": f"audit-{next(self._numbers)}",
+            **key._asdict(),
+        }
         while True:
-            engine, name = front.engine, f"audit-{next(self._numbers)}"
-            submit = partial(engine.submit, ids, Priority.BE, 1, sampling=params, request_id=name)
+            submit = partial(front.engine.submit, ids, Priority.BE, 1, **how)
             try:
                 handle = await front.in_thread(Priority.BE, submit)
                 break
@@ -271,10 +283,18 @@ class LossyFronts:
                 await asyncio.sleep(AGAIN_S)
         front.keep(handle)
         try:
-            result = await handle
+            with Listener([handle]) as changed:
+                while not handle.has_ended:
+                    changed.clear()
+                    if not handle.has_ended:
+                        await changed.wait()
         finally:
             handle.cancel()
-        return result.prompt_logprobs or ()
+        # a result of many tokens is not made on the event loop
+        result: Result = await front.in_thread(Priority.BE, handle.result, 0)
+        if result.prompt_logprobs is None:
+            raise RequestFailedError(f"the audit has ended ({result.finish_reason.value})")
+        return result.prompt_logprobs
 
     async def close(self) -> None:
         """End all audits."""
