@@ -115,7 +115,8 @@ def test_another_engine_is_held_once_the_first_was_told() -> None:
 def test_an_engine_is_told_before_its_answer_is_prepared() -> None:
     async def turn() -> list[str]:
         engine: Any = Engine()
-        at_once, answer = AtOnce(), SimpleNamespace(served=Served(Priority.LS), close=lambda: None)
+        answer = SimpleNamespace(served=Served(Priority.LS), course=None, close=lambda: None)
+        at_once = AtOnce()
 
         async def opened(*_: Any) -> Any:
             at_once.run(engine, lambda: None)
@@ -128,7 +129,7 @@ def test_an_engine_is_told_before_its_answer_is_prepared() -> None:
         told = SimpleNamespace(headers=lambda _: {})
         front: Any = SimpleNamespace(config=config, open=opened, told=told, headers=dict)
         front.rule_of = lambda _: NO_RULE
-        body = SimpleNamespace(stream=True, service_tier=None, asked_class=lambda: None)
+        body = SimpleNamespace(stream=True, service_tier=None, asked_class=lambda: None, lossy=None)
         body.all_unserved = []
         scope = {"type": "http", "headers": [], "state": {"caller": "", "presence": Presence()}}
         await respond(Request(scope), front, renderer, body, ask())
