@@ -38,7 +38,7 @@ def small_trace(folder: Path) -> Path:
 def test_policies_are_compared_on_a_trace_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "400")
     model = make_random_moe(tmp_path / "model", size="1m")
     out = tmp_path / "out.json"
     arguments = ["bench", str(model), "--trace", str(small_trace(tmp_path)), "--threads", "1"]
