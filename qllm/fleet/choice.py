@@ -17,7 +17,7 @@ This module has no clock and no chance. Time is counted in tokens and requests.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -118,7 +118,8 @@ class Choice:
         candidates: All candidates. The whole models stay, with the fastest others up to
             `num_candidates` whose profile is within the bound, or else those nearest to it.
         rules: Constants.
-        costs: Cost of going to a candidate, by its name. A missing one costs nothing.
+        cost_of: Function that returns the cost of going to a candidate now, by its name. By default
+            it costs nothing.
 
     Raises:
         ConfigError: No candidate is a whole model, two have the same name, or a rule is out of its
@@ -129,14 +130,12 @@ class Choice:
         self,
         candidates: Sequence[Candidate],
         rules: Rules | None = None,
-        costs: Mapping[str, Cost] | None = None,
+        cost_of: Callable[[str], Cost] | None = None,
     ) -> None:
         self.rules = rules or Rules()
         _check(candidates, self.rules)
-        self.cost_of: Callable[[str], Cost] = self._given_cost
-        """Function that returns the cost of going to a candidate, by its name."""
-        self.costs = dict(costs or {})
-        """Cost of going to a candidate, by its name. The caller keeps it up to date."""
+        self.cost_of = cost_of or (lambda _: Cost())
+        """Function that returns the cost of going to a candidate now, by its name."""
         self._states = {one.name: _State(one) for one in _kept(candidates, self.rules)}
         wholes = [one for one in candidates if one.is_whole]
         self.current = max(wholes, key=lambda one: one.tokens_per_s).name
@@ -251,9 +250,6 @@ class Choice:
         return Decision(Do.STAY, self.current)
 
     # -- changes
-
-    def _given_cost(self, name: str) -> Cost:
-        return self.costs.get(name, Cost())
 
     def _able(self) -> list[str]:
         """Return the names of the open candidates that do not rest. Whole models never rest."""

@@ -453,11 +453,7 @@ class Handle:
         return self._wait_async().__await__()
 
     async def _wait_async(self) -> Result:
-        with Listener([self]) as changed:
-            while not self._ended:
-                changed.clear()
-                if not self._ended:
-                    await changed.wait()
+        await all_ended([self])
         return self.result(timeout=0)
 
     def result(self, timeout: float | None = None) -> Result:
@@ -533,3 +529,11 @@ class Listener:
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.unlisten(self._wake)
+
+
+async def all_ended(handles: Sequence[Handle]) -> None:
+    """Wait on the running event loop until engines have finished all requests."""
+    with Listener(handles) as changed:
+        while not all(handle.has_ended for handle in handles):
+            await changed.wait()
+            changed.clear()

@@ -12,13 +12,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator
 
 from qllm.config import EngineConfig
 from qllm.errors import ConfigError
 from qllm.plan import NO_CUTS, CutRule, ModelShape
 from qllm.scheduler.program import OpKind
-from qllm.sim.ranks import Link, RankPrices, RankSizes
+from qllm.sim.ranks import Link, RankPrices, RankSizes, Strict
 from qllm.sim.timeline import Prices, SimCosts, Work
 from qllm.workloads.capacity import Capacity
 
@@ -29,11 +29,7 @@ _PROBE_TOKENS = 1024
 """Tokens of the prompt and the context for which `capacity` is computed."""
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class FileShape(_Strict):
+class FileShape(Strict):
     """The fields of `qllm.plan.ModelShape`, by name."""
 
     num_layers: int = Field(ge=1)
@@ -53,7 +49,7 @@ class FileShape(_Strict):
         return value
 
 
-class FitError(_Strict):
+class FitError(Strict):
     """Difference between the fitted and the measured times of one kind of op."""
 
     samples: int
@@ -64,7 +60,7 @@ class FitError(_Strict):
     """Relative error of the sum over all samples, with its sign."""
 
 
-class CostFile(_Strict):
+class CostFile(Strict):
     """Costs of a model on a machine, for the simulator."""
 
     qllm_costs: Literal[1] = 1
@@ -88,7 +84,7 @@ class CostFile(_Strict):
     """Bytes of the weights of one expert of one layer."""
     ranks: RankSizes | None = None
     """Sizes by which ranks share the model; None for presets, and if it cannot be split."""
-    fit: dict[str, FitError] = {}
+    fit: dict[str, FitError] = Field(default_factory=dict)
     """Errors of the fit by op kind; empty if the costs were not measured."""
 
     @field_validator("costs")

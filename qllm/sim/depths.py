@@ -187,18 +187,14 @@ class _World:
         for one in leave:
             self.now_s += (one.asked.prompt + one.tokens) * self.speeds[name].token_s
             one.name, one.moved = name, True
-        self.choice.costs.update(self.prices())
 
-    def prices(self) -> dict[str, Cost]:
-        """Return the cost of going to each candidate now."""
+    def price(self, name: str) -> Cost:
+        """Return the cost of going to a candidate now."""
         tokens = sum(one.asked.prompt + one.tokens for one in self.running)
-        return {
-            name: Cost(
-                0.0 if name in self.loaded else entry.weight_bytes / LOAD_BYTES_PER_S,
-                tokens * self.speeds[name].token_s,
-            )
-            for name, entry in self.entries.items()
-        }
+        load_s = 0.0
+        if name not in self.loaded:
+            load_s = self.entries[name].weight_bytes / LOAD_BYTES_PER_S
+        return Cost(load_s, tokens * self.speeds[name].token_s)
 
     def _token(self, name: str, kind: str) -> tuple[bool, float]:
         """Draw if a candidate's token differs from the whole model's, and its confidence."""
@@ -257,7 +253,7 @@ def simulate_depths(
     world = _World(entries, speeds, choice, start, whole, random.Random(seed))
     world.loaded |= {start, whole}
     if choice is not None:
-        choice.costs.update(world.prices())
+        choice.cost_of = world.price
     waiting.reverse()
     number = 0
     while waiting or world.running:

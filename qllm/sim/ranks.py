@@ -61,11 +61,13 @@ GLOO_1_GBIT = Link(400_000, 9.4)
 (`scripts/gather_hosts.py`, the least times). No engine has ranks on several hosts."""
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
+    """A part of a file of costs. It refuses fields that it does not know."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class LayerSizes(_Strict):
+class LayerSizes(Strict):
     """Sizes of a layer: those of `qllm.sharded.plan.LayerShape`, and widths that are gathered."""
 
     num_heads: int = Field(ge=1)
@@ -93,7 +95,7 @@ class LayerSizes(_Strict):
         return LayerShape(*(getattr(self, name) for name in LayerShape._fields))
 
 
-class RankSizes(_Strict):
+class RankSizes(Strict):
     """Sizes of a model that ranks can share. Layers of one kind are alike."""
 
     hidden: int = Field(ge=1)

@@ -352,8 +352,9 @@ class SimRunner:
         if longest_ns > self.segments.longest_ns:
             self.segments.longest_ns, self.segments.longest_op = longest_ns, kind
         self.expert_loads += timeline.loads_at(end) - timeline.loads_at(start)
-        done = self.gathers.plus(timeline.gathers_at(end))
-        self.gathers = done.plus(timeline.gathers_at(start), -1)
+        if timeline.gathers.num:
+            done = self.gathers.plus(timeline.gathers_at(end))
+            self.gathers = done.plus(timeline.gathers_at(start), -1)
         rows, dead, reached, requests = program.rows, frame.dead, frame.reached, self.requests
         for group, first, num_layers in timeline.layers(start, end):
             for r in program.groups[group]:

@@ -188,7 +188,7 @@ def test_the_cheaper_of_loading_and_switching_is_done() -> None:
         (2.0, 2.0, (Do.DEEPEN, "A@4")),
     ):
         costs = {"A@4": Cost(load_s=load_s), "B": Cost(switch_s=switch_s)}
-        choice = on_two(OTHER, rules=rules, costs=costs)
+        choice = on_two(OTHER, rules=rules, cost_of=lambda name, of=costs: of.get(name, Cost()))
         assert choice.on_tokens("A@2", [0.1] * 100) == expected
 
 
@@ -294,7 +294,7 @@ class Machine(RuleBasedStateMachine):
         names = [one.name for one in self.all]
         self.rules = Rules(num_candidates=5, window=20, most_low=10, every=12, trials=2)
         prices = {name: Cost(cost) for name, cost in zip(names, costs, strict=True)}
-        self.choice = Choice(self.all, self.rules, prices)
+        self.choice = Choice(self.all, self.rules, prices.__getitem__)
         self.kept = {one.name: one for one in self.choice.candidates}
         self.tokens = self.rules.window
         self.running: list[str] = []

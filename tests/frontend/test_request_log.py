@@ -325,9 +325,10 @@ class Keeper:
 
 @pytest.mark.parametrize("how", ["done", "cancelled", "late", "no engine", "moved"])
 def test_a_log_that_ends_a_request_tells_the_log_of_its_handle(how: str) -> None:
-    w, keeper = World(), Keeper()
+    w = World()
+    keeper: Any = Keeper()
     entry = w.entry(1, LS, num_done=5 if how in ("done", "moved") else 2)
-    entry.handle.log = keeper  # type: ignore[assignment]
+    entry.handle.log = keeper
     if how == "moved":
         w.log.move_on(entry, time.monotonic_ns() - w.zero_ns, lambda _: None)
         for thread in threading.enumerate():

@@ -70,6 +70,11 @@ class Ask:
     """Bytes of the body and of the earlier conversation; 0 if both are short."""
 
     @property
+    def num_choices(self) -> int:
+        """Number of answers: prompts times `n`."""
+        return max(1, len(self.prompts)) * self.n
+
+    @property
     def names(self) -> frozenset[str | None]:
         """Ids by which the caller may refer to the request."""
         own = self.answer_id.partition("-")[2]
@@ -114,7 +119,7 @@ class LossyAnswers(Protocol):
         """Return the front of the candidate that gets a request now."""
         ...
 
-    def check(self, params: SamplingParams, num_choices: int, *, is_streamed: bool) -> None:
+    def check(self, params: SamplingParams, ask: "Ask") -> None:
         """Refuse a request whose answer no audit could judge."""
         ...
 

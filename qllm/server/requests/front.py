@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 from qllm.errors import EngineClosedError, QllmError, RequestFailedError
 from qllm.fleet.models import AUTO, refuse_same_names
 from qllm.frontend.checks import FIT, longest
-from qllm.frontend.handle import Handle, Listener, Result
+from qllm.frontend.handle import Handle, Result, all_ended
 from qllm.frontend.request_log import RequestLog
 from qllm.llm import QLLMEngine
 from qllm.server.config import ServerConfig
@@ -179,7 +179,7 @@ class Front:
         Raises:
             ApiError: The request is refused.
         """
-        count = max(1, len(ask.prompts)) * ask.n
+        count = ask.num_choices
         if count > self.config.max_choices:
             raise ApiError(
                 400,
@@ -331,8 +331,7 @@ class Front:
         given = _keywords(engine, ask)
         if (lossy := ask.lossy) is not None:
             given["confidence"] = True
-            count = max(1, len(ask.prompts)) * ask.n
-            lossy.check(SamplingParams(**given), count, is_streamed=ask.opened is not None)
+            lossy.check(SamplingParams(**given), ask)
         handles: list[Handle] = []
         ttl_s = ask.ttl_s(priority, self.config.tool_ttl_s)
         if ask.opened is not None:
@@ -456,10 +455,7 @@ class Front:
 
     async def _settle_later(self, answer: Answer) -> None:
         """Count the choices of an answer once the engine has finished all of them."""
-        with Listener(answer.handles) as changed:
-            while not all(handle.has_ended for handle in answer.handles):
-                await changed.wait()
-                changed.clear()
+        await all_ended(answer.handles)
         self._settle(answer)
 
     def _settle(self, answer: Answer) -> None:

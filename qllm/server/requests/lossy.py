@@ -26,7 +26,7 @@ from qllm.errors import (
 from qllm.fleet.audit import choices, num_differing
 from qllm.fleet.choice import Candidate, Choice, Rules
 from qllm.fleet.lossy import CacheKey, Course, Lossy, check_sampling
-from qllm.frontend.handle import Handle, Listener, Result
+from qllm.frontend.handle import Handle, Result, all_ended
 from qllm.models.depth_profile import DepthEntry, DepthProfile, read
 from qllm.server.config import ServerConfig
 from qllm.server.http.errors import ApiError
@@ -152,19 +152,20 @@ class LossyFronts:
             return self._fronts[self._reference[found.model_name]]
         return found
 
-    def check(self, params: SamplingParams, num_choices: int, *, is_streamed: bool) -> None:
+    def check(self, params: SamplingParams, ask: Ask) -> None:
         """Refuse a request whose answer no audit could judge.
 
         Args:
             params: Settings of sampling.
-            num_choices: Number of prompts times answers to each.
-            is_streamed: True for a prompt that came in pieces.
+            ask: The request.
 
         Raises:
             InvalidRequestError: A setting does not go with lossy answers.
         """
-        if num_choices != 1 or is_streamed:
-            what = "a prompt in pieces" if is_streamed else f"{num_choices} answers (prompts * n)"
+        if ask.num_choices != 1 or ask.opened is not None:
+            what = f"{ask.num_choices} answers (prompts * n)"
+            if ask.opened is not None:
+                what = "a prompt in pieces"
             raise InvalidRequestError(
                 f"lossy=true with {what}: a lossy request has one whole prompt and one answer; "
                 "send several requests, or leave out lossy"
@@ -283,11 +284,7 @@ class LossyFronts:
                 await asyncio.sleep(AGAIN_S)
         front.keep(handle)
         try:
-            with Listener([handle]) as changed:
-                while not handle.has_ended:
-                    changed.clear()
-                    if not handle.has_ended:
-                        await changed.wait()
+            await all_ended([handle])
         finally:
             handle.cancel()
         # a result of many tokens is not made on the event loop
