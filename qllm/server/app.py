@@ -80,6 +80,13 @@ class _State:
         await self.responses.background.close()
 
 
+async def _start(state: _State | None, lossy: LossyFronts | None) -> None:
+    if lossy is not None:
+        lossy.start()
+    if state is not None:
+        await state.start()
+
+
 async def _close(
     supervisors: Sequence[Supervisor],
     state: _State | None,
@@ -136,8 +143,7 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        if state is not None:
-            await state.start()
+        await _start(state, lossy)
         for supervisor in supervisors:
             supervisor.start()
         try:

@@ -475,8 +475,11 @@ def test_a_closed_candidate_that_cannot_read_harms_no_open_one(
     assert CUT in choice.open
 
 
-def test_an_audit_waits_for_a_whole_model_that_is_down(served: Serving, choice: Choice) -> None:
+def test_an_audit_waits_for_a_whole_model_that_is_down(
+    served: Serving, choice: Choice, monkeypatch: pytest.MonkeyPatch
+) -> None:
     owner: Any = served.front.lossy
+    monkeypatch.setattr(owner, "_share", 0.0)  # the audit below is the only one
     open_all(choice)
     handle, course = begun(served, CUT, "def area(", 20)
     handle.result(60)

@@ -92,12 +92,17 @@ class LossyFronts:
         }
         self._lossy = Lossy(choice, self._fronts, token_s, self._on_move, self._on_end)
         self._loop: asyncio.AbstractEventLoop | None = None
+        """Event loop of the server, after `start`."""
         self._audits: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Semaphore(AT_ONCE)
         self._numbers = itertools.count(1)
         self._tokens = dict.fromkeys(self._fronts, 0)
         """Tokens of lossy answers by candidate."""
         self._tell()
+
+    def start(self) -> None:
+        """Let audits run on the running event loop."""
+        self._loop = asyncio.get_running_loop()
 
     @property
     def longest(self) -> int:
@@ -146,7 +151,6 @@ class LossyFronts:
                 "the whole answer",
                 param="max_tokens",
             )
-        self._loop = asyncio.get_running_loop()
         found = self._fronts[self._lossy.current]
         if len(self._audits) >= MOST_AUDITS or found.unavailable() is not None:
             return self._fronts[self._reference[found.model_name]]
