@@ -71,20 +71,20 @@ class RankKV(SlabKV):
         """Return copies of the keys and values of positions [lo, hi)."""
         if not self.parts or hi > self.written:
             raise InvariantError(f"layer {layer} has no KV up to {hi} (I9)")
-        k, v = (self._of_all(which, layer)[:, lo:hi].unsqueeze(0) for which in (0, 1))
+        k, v = (self._of_all(which, layer, lo, hi).unsqueeze(0) for which in (0, 1))
         return k, v
 
-    def _of_all(self, which: int, layer: int) -> Tensor:
-        """Return the keys or the values of all heads [G, capacity, H]: a view if one rank has all.
+    def _of_all(self, which: int, layer: int, lo: int, hi: int) -> Tensor:
+        """Return the keys or the values of all heads, [G, hi - lo, H]: a view if one rank has all.
 
-        Copies contain the written positions only.
+        No other position is copied: the prefix cache reads a page at a time.
         """
         found, end = [], 0
         for heads, part in zip(self._heads, self.parts, strict=True):
             if heads.stop > end:
-                found.append(part[which][layer, end - heads.start :])
+                found.append(part[which][layer, end - heads.start :, lo:hi])
                 end = heads.stop
-        return found[0] if len(found) == 1 else torch.cat([t[:, : self.written] for t in found])
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def clear(self) -> None:
         super().clear()
