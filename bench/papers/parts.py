@@ -4,6 +4,8 @@ import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,10 +24,10 @@ from bench.papers.rows import (
     Way,
     World,
 )
-from bench.papers.servers import samples_of, started
+from bench.papers.servers import core_time, samples_of, started
 from bench.policies.live import Setting, Timing, run_requests
 from bench.serving.over_http import hogs
-from bench.serving.servers import PEERS, InstallError, Peer
+from bench.serving.servers import PEERS, InstallError, Peer, Place
 from qllm.config import EngineConfig
 from qllm.sim.presets import preset
 from qllm.sim.run import simulate
@@ -190,11 +192,34 @@ def spinners() -> Iterator[int]:
         yield len(cores)
 
 
-def _p99s(samples: Mapping[str, Sequence[float]]) -> tuple[float, float]:
-    ttft, tpot = samples["ttft_ms"], samples["tpot_ms"]
-    if not ttft or not tpot:
-        raise ValueError(f"{len(ttft)} TTFTs and {len(tpot)} TPOTs: the turn was too short")
-    return float(np.percentile(ttft, 99)), float(np.percentile(tpot, 99))
+NICE = -10
+"""Priority of the server that other work of ordinary priority, 0, hardly delays."""
+
+
+def nice_server() -> Peer:
+    """Return our server, started by `nice` with a higher priority."""
+
+    def command(place: Place) -> list[str]:
+        return ["nice", "-n", str(NICE), *PEERS["qllm"].command(place)]
+
+    return replace(PEERS["qllm"], name=f"qllm with nice {NICE}", command=command)
+
+
+class Tail(NamedTuple):
+    """Latencies of a turn, quiet or hogged."""
+
+    ttft_ms: float
+    tpot_ms: float
+    waited: float | None
+    """Part of the time in which the server's threads waited for a core; None if not counted."""
+
+    @classmethod
+    def of(cls, samples: Mapping[str, Sequence[float]], waited: float | None = None) -> "Tail":
+        """Return the 99th percentiles of samples."""
+        ttft, tpot = samples["ttft_ms"], samples["tpot_ms"]
+        if not ttft or not tpot:
+            raise ValueError(f"{len(ttft)} TTFTs and {len(tpot)} TPOTs: the turn was too short")
+        return cls(float(np.percentile(ttft, 99)), float(np.percentile(tpot, 99)), waited)
 
 
 def _chats(world: World, seed: int) -> tuple[list[RequestSpec], Timing]:
@@ -225,41 +250,57 @@ def _in_process(world: World, seed: int) -> Mapping[str, Sequence[float]]:
 def hog_rows(world: World) -> list[Row]:
     """Measure tail latencies next to spinners: ours in one process, ours and peers over HTTP."""
     base = f"{world.scale.size} model, LS alone at load {HOG_LOAD:g}, {world.scale.hog_s:g} s each"
-    quiet = _p99s(_in_process(world, 1))
+    quiet = Tail.of(_in_process(world, 1))
     with spinners() as count:
-        hogged = _p99s(_in_process(world, 1))
+        hogged = Tail.of(_in_process(world, 1))
     named = hog_claim("qllm, one process and thread", "<= 1.3")
     how = f"Python API, {base}; {count} spinners"
     rows = [_hog_row(named, quiet, hogged, how)]
-    for name in ("qllm", *world.scale.arms):
-        claim = hog_claim(f"{name} over HTTP", "<= 1.3" if name == "qllm" else PRINTED)
+    peers = (PEERS["qllm"], nice_server(), *(PEERS[arm] for arm in world.scale.arms))
+    for peer in peers:
+        claim = hog_claim(f"{peer.name} over HTTP", "<= 1.3" if peer in peers[:2] else PRINTED)
         how = f"HTTP, {base}, 1 thread; {count} spinners"
         try:
-            rows.append(_hog_row(claim, *_served_twice(world, PEERS[name]), how))
+            rows.append(_hog_row(claim, *_served_twice(world, peer), how))
         except InstallError as error:
             rows.append(Row.of(claim, None, how, str(error)))
     world.found["hogs"] = {row.claim: row.here for row in rows}
     return rows
 
 
-def _hog_row(
-    claim: Claim, quiet: tuple[float, float], hogged: tuple[float, float], how: str
-) -> Row:
-    ttft, tpot = ((b / a, f"{a:,.1f} -> {b:,.1f} ms") for a, b in zip(quiet, hogged, strict=True))
-    return Row.of(claim, ttft[0], how, more=f" ({ttft[1]}); TPOT {tpot[0]:.2f} ({tpot[1]})")
+def _hog_row(claim: Claim, quiet: Tail, hogged: Tail, how: str) -> Row:
+    ttft, tpot = (
+        (b / a, f"{a:,.1f} -> {b:,.1f} ms") for a, b in zip(quiet[:2], hogged[:2], strict=True)
+    )
+    more = f" ({ttft[1]}); TPOT {tpot[0]:.2f} ({tpot[1]})"
+    if quiet.waited is not None and hogged.waited is not None:
+        more += f"; its threads waited for a core {quiet.waited:.0%} -> {hogged.waited:.0%}"
+    return Row.of(claim, ttft[0], how, more=more)
 
 
-def _served_twice(world: World, peer: Peer) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Return TTFT and TPOT p99 of one server, quiet and hogged."""
+def _served_twice(world: World, peer: Peer) -> tuple[Tail, Tail]:
+    """Return the latencies of one server, quiet and hogged.
+
+    Raises:
+        InstallError: The peer is not there, or this user may not start it with its priority.
+    """
     requests, timing = _chats(world, 1)
     arrivals = with_tokens(requests, world.bench.corpus)
     slos = {Priority.LS: SLO}
-    with started(world, peer, requests) as server:
+    with started(world, peer, requests) as (server, session):
+        if "nice" in peer.name and os.getpriority(os.PRIO_PROCESS, session) != NICE:
+            raise InstallError(f"this user may not start a process with nice {NICE}")
+        times = [core_time(session)]
         quiet = send_http(server, arrivals, timing.total_s, until_answered=True)
+        times.append(core_time(session))
         with spinners():
             hogged = send_http(server, arrivals, timing.total_s, until_answered=True)
-    first, second = (samples_of(x, timing, slos, peer)["samples"] for x in (quiet, hogged))
-    return _p99s(first), _p99s(second)
+        times.append(core_time(session))
+    first, second = (
+        Tail.of(samples_of(served, timing, slos, peer)["samples"], end.waited_since(begin))
+        for served, (begin, end) in zip((quiet, hogged), pairwise(times), strict=True)
+    )
+    return first, second
 
 
 PARTS: dict[str, Callable[[World], list[Row]]] = {

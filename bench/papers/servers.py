@@ -1,11 +1,12 @@
 """Servers of the papers' model: ours and peers over HTTP, started for one run each."""
 
+import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench.papers.rows import World
 from bench.policies.live import Timing
@@ -34,8 +35,45 @@ def home_of(world: World, peer: Peer) -> Path:
     return installed(peer, cache)
 
 
+class CoreTime(NamedTuple):
+    """Nanoseconds in which threads ran, and in which they could run and waited for a core."""
+
+    ran: int
+    waited: int
+
+    def waited_since(self, before: "CoreTime") -> float:
+        """Return the part of the time since `before` in which threads waited for a core."""
+        ran, waited = self.ran - before.ran, self.waited - before.waited
+        return waited / (ran + waited) if ran + waited else 0.0
+
+
+def core_time(session: int) -> CoreTime:
+    """Return the time of all threads in a session of processes, from the kernel's scheduler.
+
+    A thread that has ended does not count.
+    """
+    ran, waited = 0, 0
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getsid(int(place.name)) != session:
+                continue
+            for file in place.glob("task/*/schedstat"):
+                times = file.read_text().split()
+                ran, waited = ran + int(times[0]), waited + int(times[1])
+        except OSError:  # the process or the thread has ended
+            continue
+    return CoreTime(ran, waited)
+
+
+class Started(NamedTuple):
+    """A server that runs, and the session of its processes."""
+
+    server: Server
+    session: int
+
+
 @contextmanager
-def started(world: World, peer: Peer, warm: Sequence[RequestSpec]) -> Iterator[Server]:
+def started(world: World, peer: Peer, warm: Sequence[RequestSpec]) -> Iterator[Started]:
     """Start a server, and send it the first two requests with four tokens each.
 
     Raises:
@@ -48,12 +86,12 @@ def started(world: World, peer: Peer, warm: Sequence[RequestSpec]) -> Iterator[S
     server = peer.server(place, AutoTokenizer.from_pretrained(model))
     with (
         tempfile.TemporaryDirectory(prefix="qllm-papers-") as folder,
-        serving(peer, place, Path(folder) / "log"),
+        serving(peer, place, Path(folder) / "log") as process,
     ):
         arrivals = with_tokens(list(warm[:2]), world.bench.corpus)
         first = [replace(a, at_s=0.0, max_tokens=4) for a in arrivals]
         send_http(server, first, WARM_S, until_answered=True)
-        yield server
+        yield Started(server, process.pid)
 
 
 def rows_of_server(
@@ -70,7 +108,7 @@ def rows_of_server(
         InstallError: The peer is not there.
     """
     peer = PEERS[arm]
-    with started(world, peer, requests) as server:
+    with started(world, peer, requests) as (server, _):
         arrivals = with_tokens(requests, world.bench.corpus)
         served = send_http(server, arrivals, timing.total_s, until_answered=True)
     return samples_of(served, timing, {Priority.LS: slo, Priority.BE: be_slo or Slo()}, peer)

@@ -4,6 +4,7 @@ import ast
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,14 +21,17 @@ from bench.engine.drafts import peer_row
 from bench.papers import papers as of_papers
 from bench.papers import parts as papers
 from bench.papers.estimate import estimated, lines
+from bench.papers.parts import Tail, _hog_row, hog_claim
 from bench.papers.rates import POINT, workload_of
 from bench.papers.rows import FULL, World
+from bench.papers.servers import CoreTime, core_time
 from bench.policies import live, pareto, routing
-from qllm.types import Priority
+from qllm.types import NS_PER_MS, Priority
 from qllm.workloads import mix
 from qllm.workloads.capacity import Capacity
 from qllm.workloads.spec import RequestSpec
 from tests.support.files import ROOT
+from tests.support.waiting import wait_for
 
 
 def test_a_window_ends_with_the_last_answer_and_its_numbers_are_the_same(
@@ -81,7 +85,7 @@ def test_the_time_of_each_part_follows_from_the_rates() -> None:
     assert found.least_s > len(POINT) * sum(points)
     shown = lines(slow, ["hogs", "layered-sim"])
     assert "1,000 prompt and 100 output tokens/s" in shown[0]
-    assert shown[1].split() == ["hogs", "4", "to", "6", "min"]
+    assert shown[1].split() == ["hogs", "6", "to", "9", "min"]
     assert "simulated" in shown[2]
 
 
@@ -97,6 +101,35 @@ def test_an_estimate_measures_nothing(
     assert of_papers.main() == 0
     said = capsys.readouterr().out
     assert [line.split()[0] for line in said.splitlines()] == ["at", "hogs", "laps", "together"]
+
+
+def test_the_time_of_a_server_counts_all_of_its_threads() -> None:
+    """A busy process and its child are one session. Another session does not count."""
+    child = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'while True: pass'])"
+    code = f"{child}\nwhile True: pass"
+    server = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    try:
+        wait_for(lambda: core_time(server.pid).ran > 10 * NS_PER_MS)
+        before = core_time(server.pid)
+        wait_for(lambda: core_time(server.pid).ran > before.ran)
+        assert 0 <= core_time(server.pid).waited_since(before) <= 1
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+    assert core_time(server.pid) == (0, 0)
+    assert CoreTime(9, 5).waited_since(CoreTime(6, 4)) == 0.25
+    assert CoreTime(9, 5).waited_since(CoreTime(9, 5)) == 0
+
+
+def test_a_row_of_hogs_says_how_long_threads_waited_for_a_core() -> None:
+    claim, quiet = hog_claim("ours", "<= 1.3"), Tail(100.0, 10.0, 0.02)
+    row = _hog_row(claim, quiet, Tail(150.0, 30.0, 0.5), "how")
+    assert row.here == (
+        "1.50 (100.0 -> 150.0 ms); TPOT 3.00 (10.0 -> 30.0 ms); its threads waited for a core "
+        "2% -> 50%"
+    )
+    assert row.reached is False
+    assert "core" not in str(_hog_row(claim, quiet._replace(waited=None), quiet, "how").here)
 
 
 def points(module: ModuleType, *pairs: tuple[float, float]) -> list[Any]:
