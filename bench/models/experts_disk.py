@@ -121,6 +121,15 @@ class Served:
         self.engine.submit(prompt, priority, num, sampling=GREEDY).result(600)
         return time.monotonic() - start
 
+    def time_as_asked(self, prompt: list[int], num: int) -> float:
+        """Return the seconds of one BE request. No expert is read before it is asked for."""
+        client: Any = self.engine._client
+        client.waits.reads_ahead = False
+        try:
+            return self.time(prompt, num)
+        finally:
+            client.waits.reads_ahead = True
+
     @property
     def num_bytes(self) -> int:
         """Bytes of experts that frames waited for."""
@@ -256,13 +265,22 @@ def prompt_rows(
     """Measure a prompt with a quarter of the experts in memory."""
     ids = make_prompt(np.random.default_rng(SEED), PROMPT)
     with Served(model, 0.25, folder) as quarter:
-        arms = {"quarter": partial(quarter.time, ids, 1), "whole": partial(whole.time, ids, 1)}
+        arms = {
+            "quarter": partial(quarter.time, ids, 1),
+            "as asked": partial(quarter.time_as_asked, ids, 1),
+            "whole": partial(whole.time, ids, 1),
+        }
         for arm in arms.values():
             arm()
         seconds = in_turns(arms, rounds)
+        ahead = quarter.engine.stats()["experts"]["ahead"]
     ratio = ratio_of(seconds["whole"], seconds["quarter"])
     name = f"prefill of {PROMPT}, a quarter in memory / all"
     table.add(name, f"{ratio:.2f}", f">= {LEAST_PREFILL}", ratio >= LEAST_PREFILL)
+    ratio = ratio_of(seconds["whole"], seconds["as asked"])
+    table.add("  the same, nothing read ahead", f"{ratio:.2f}")
+    unused = ahead["unused_bytes"] / max(1, ahead["bytes"])
+    table.add("  bytes read ahead and not used", f"{unused:.1%}")
     found = {}
     for policy, settings in (("layered", {}), ("chunked", {"step_tokens": CHUNK})):
         with Served(model, 0.25, folder, policy=policy, policy_settings=settings) as served:

@@ -11,6 +11,7 @@ COUNTS = {
     "shared_tokens", "evicted_pages", "refused_pages", "out_tokens", "in_tokens", "stored_bytes",
     "loaded_bytes", "damaged_pages", "late_requests", "quicker_requests", "revisions",
     "lost_tokens", "restarts", "ls_s", "be_s", "floor_s", "loads", "bytes", "waits_ms",
+    "unused_bytes",
 }  # fmt: skip
 """Names of numbers that never decrease while an engine lives."""
 MOST = {"longest_segment_ms", "max_segment_ms", "longest_plan_ms", "LS", "BE", "min_be_share"}

@@ -83,6 +83,11 @@ class Placement(ABC):
         """Return the address of a slot for kernels, which is not 0."""
 
     @property
+    def num_layers(self) -> int:
+        """Number of layers with experts."""
+        return len(self._nums)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all slots."""
         return self.num_slots * self._slot_bytes
@@ -100,6 +105,12 @@ class Placement(ABC):
     def first_of(self, layer: int) -> int:
         """Return a layer's first row of the table."""
         return sum(self._nums[:layer])
+
+    def absent(self, layer: int) -> list[Wanted]:
+        """Return the experts of a layer that are not in memory."""
+        first = self.first_of(layer)
+        gone = np.flatnonzero(self._slot_of[first : first + self._nums[layer]] == NONE)
+        return [Wanted(layer, expert, first + expert) for expert in gone.tolist()]
 
     def reserve(self, wanted: Wanted, slot: int) -> memoryview:
         """Empty a slot for an expert, and pin the slot until `end_read`."""

@@ -249,6 +249,15 @@ class Metrics:
             )
         }
         self._blocking_before: dict[str, float] = dict.fromkeys(self._blocking, 0)
+        self._ahead = {
+            name: self._counter(f"expert_ahead_{name}", text)
+            for name, text in (
+                ("loads", "Experts read before a pass asked for them, counted in its class, too"),
+                ("bytes", "Bytes of them"),
+                ("unused_bytes", "Bytes of those that lost their room in memory without a use"),
+            )
+        }
+        self._ahead_before: dict[str, float] = dict.fromkeys(self._ahead, 0)
         self._resident = self._gauge(
             "experts_resident_perc", "Part of the experts in memory, 0 to 1"
         )
@@ -485,6 +494,7 @@ class Metrics:
         self._resident.labels(self._model).set(part)
         self._frames_wait.labels(self._model).set(stats.get("waiting", 0))
         self._count_up(self._blocking, self._blocking_before, stats.get("blocking", {}))
+        self._count_up(self._ahead, self._ahead_before, stats.get("ahead", {}))
         with self._lock:
             for p in Priority:
                 told = stats.get(p.name, {"loads": 0, "bytes": 0, "waits_ms": 0})

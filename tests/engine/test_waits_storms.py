@@ -122,7 +122,7 @@ def test_a_storm_has_the_tokens_of_resident_experts(
     with resident(folder, kernels=kernels) as one:
         top_k = runner_of(one).shape.experts_per_token
         with slow_reads(seed), in_slots(folder, top_k + more, **settings) as engine:
-            fine(engine)
+            fine(engine, rows=kernels == "fast")
             storm = WaitStorm(engine, seed)
             results = storm.run()
             stats = engine.stats()["experts"]

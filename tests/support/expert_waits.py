@@ -41,21 +41,28 @@ def own_experts(request_id: RequestId) -> Sequence[int]:
     return (2 * request_id, 2 * request_id + 1)
 
 
-def file_of(folder: Path) -> ExpertFile:
-    """A file of one layer. Every byte of an expert is its number and one."""
-    layer = ExpertLayer("layers.1.experts", NUM_EXPERTS, 24, 16, parts_of({"up": 4000}))
-    with written(folder / "experts", {"weights": "a"}, [layer]) as writer:
-        writer.start(layer)
-        for expert in range(NUM_EXPERTS):
-            room = room_for(layer.expert_bytes)
-            room[:] = bytes([expert + 1]) * layer.expert_bytes
-            writer.write(expert, room)
-        writer.finish((None, None))
+def file_of(folder: Path, num_layers: int = 1) -> ExpertFile:
+    """A file of layers. Every byte of an expert is its row of the table and one."""
+    layers = [
+        ExpertLayer(f"layers.{i + 1}.experts", NUM_EXPERTS, 24, 16, parts_of({"up": 4000}))
+        for i in range(num_layers)
+    ]
+    with written(folder / "experts", {"weights": "a"}, layers) as writer:
+        for i, layer in enumerate(layers):
+            writer.start(layer)
+            for expert in range(NUM_EXPERTS):
+                room = room_for(layer.expert_bytes)
+                room[:] = bytes([i * NUM_EXPERTS + expert + 1]) * layer.expert_bytes
+                writer.write(expert, room)
+            writer.finish((None, None))
     return ExpertFile(folder / "experts", {"weights": "a"})
 
 
 class MissingRunner(FlakyRunner):
-    """A runner whose programs need the experts of their requests in layer 1, in any order."""
+    """A runner whose programs need the experts of their requests from layer 1 on, in any order.
+
+    Each layer of the file needs the same numbers.
+    """
 
     residency: Residency
     experts_of: Experts
@@ -70,11 +77,12 @@ class MissingRunner(FlakyRunner):
 
     def run(self, program: Program, start: Index, stop: Stop) -> Index:
         self.missed.pop(program.frame_id, None)
-        layer, dead = self.residency.layer(0), self.frames[program.frame_id].dead
+        dead, num_layers = self.frames[program.frame_id].dead, self.residency.num_layers
         rows = [row.request_id for row in program.rows if row.request_id not in dead]
         for i, op in enumerate(program.ops):
-            if op.kind is not OpKind.EXPERTS or op.layer != 1 or i < start.op:
+            if op.kind is not OpKind.EXPERTS or not 1 <= op.layer <= num_layers or i < start.op:
                 continue
+            layer = self.residency.layer(op.layer - 1)
             used = self.used.setdefault((program.frame_id, i), set())
             need = dict.fromkeys(e for r in rows for e in self.experts_of(r) if e not in used)
             here = [e for e in need if layer.has(e)]
@@ -84,7 +92,8 @@ class MissingRunner(FlakyRunner):
             for expert in here:
                 slot = layer.slot(expert)
                 assert slot is not None
-                assert bytes(slot.numpy().data) == bytes([expert + 1]) * SLOT_BYTES
+                number = layer.wanted(expert).number
+                assert bytes(slot.numpy().data) == bytes([number + 1]) * SLOT_BYTES
             used.update(here)
             layer.use(here)
             if gone := tuple(e for e in need if e not in used):
@@ -109,6 +118,7 @@ class WaitWorld(World):
         policy: Policy.
         num_slots: Slots.
         experts_of: Experts of each request.
+        num_layers: Layers of the file.
         settings: More arguments of `World`.
     """
 
@@ -118,6 +128,7 @@ class WaitWorld(World):
         policy: Any,
         num_slots: int = TOP_K,
         experts_of: Experts = own_experts,
+        num_layers: int = 1,
         **settings: Any,
     ) -> None:
         limits = settings.pop("limits", replace(LIMITS, max_num_seqs=1))
@@ -126,7 +137,7 @@ class WaitWorld(World):
             self.runner.shape, self.clock, SimCosts(), self.runner.cuts, self.ingress
         )
         runner.poisoned = {}
-        file = file_of(folder)
+        file = file_of(folder, num_layers)
         self.residency = runner.residency = Residency(file, num_slots * SLOT_BYTES, TOP_K)
         self.residency.enter()
         runner.experts_of = experts_of
@@ -137,9 +148,9 @@ class WaitWorld(World):
         self.num_wakes = 0
         self._gates: dict[int, threading.Event] = {}
         self.begun: list[int] = []
-        """Experts whose reads have begun, in order."""
+        """Experts whose reads have begun, in order, by row of the table."""
         self.wrong: dict[int, Exception] = {}
-        """Errors of reads of experts."""
+        """Errors of reads of experts, by row of the table."""
         self.is_open = False
         """True lets reads end by themselves."""
         residency: Any = self.residency
@@ -159,16 +170,17 @@ class WaitWorld(World):
         self.num_wakes += 1
 
     def gate(self, expert: int) -> threading.Event:
-        """Return the event that lets a read of an expert end."""
+        """Return the event that lets a read of an expert end. An expert is a row of the table."""
         return self._gates.setdefault(expert, threading.Event())
 
     def _read(self, layer: int, expert: int, into: memoryview) -> None:
-        gate = self.gate(expert)
-        self.begun.append(expert)
+        number = layer * NUM_EXPERTS + expert
+        gate = self.gate(number)
+        self.begun.append(number)
         into[:] = bytes(len(into))
         _wait_for(lambda: self.is_open or gate.is_set())
-        if expert in self.wrong:
-            raise self.wrong[expert]
+        if number in self.wrong:
+            raise self.wrong[number]
         self._file_read(layer, expert, into)
 
     @property
@@ -179,12 +191,12 @@ class WaitWorld(World):
         """Wait until each thread reads, or nothing waits to be read."""
         threads = self.threads
         _wait_for(lambda: not threads._queue or len(threads._running) == len(threads._threads))
-        _wait_for(lambda: all(read.wanted.expert in self.begun for read in threads.running))
+        _wait_for(lambda: all(read.wanted.number in self.begun for read in threads.running))
 
     def let(self, *experts: int) -> None:
         """Let reads of experts end, and wait until they have."""
         for expert in experts:
-            read = next(r for r in self.threads.running if r.wanted.expert == expert)
+            read = next(r for r in self.threads.running if r.wanted.number == expert)
             self.gate(expert).set()
             _wait_for(lambda read=read: read.is_over)
             del self._gates[expert]

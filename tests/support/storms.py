@@ -168,10 +168,17 @@ def cuts_of(runner: TorchRunner) -> CutRule:
     return cuts._replace(max_cost=float("inf"), min_block=never, max_block=never)
 
 
-def fine(engine: QLLMEngine) -> None:
-    """One expert unit per range, small row cuts: as many boundaries as there can be."""
-    cuts = cuts_of(runner_of(engine))
-    runner_of(engine).backend.cuts = loop_of(engine).scheduler.cuts = cuts
+def fine(engine: QLLMEngine, *, rows: bool = True) -> None:
+    """One expert unit per range, small row cuts: as many boundaries as there can be.
+
+    Args:
+        engine: Engine.
+        rows: False to leave the row cuts. torch's products of few rows have other bits on some
+            processors, and `kernels="reference"` uses them.
+    """
+    if rows:
+        cuts = cuts_of(runner_of(engine))
+        runner_of(engine).backend.cuts = loop_of(engine).scheduler.cuts = cuts
     object.__setattr__(runner_of(engine).backend.costs, "range_ns", 0.5)
 
 

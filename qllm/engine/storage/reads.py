@@ -1,6 +1,6 @@
 """Threads that read experts from a file, and the order of all threads that use a disk.
 
-    experts for LS --> experts for BE --> stores of KV        loads of KV have a thread of their own
+    experts for LS --> for BE --> read ahead --> stores of KV    loads of KV have their own thread
 
 Inside a class, experts for the oldest request are read first. A read that has begun is not stopped.
 While LS requests exist, a thread rests after a read for BE (`BE_SHARE`). It never rests while LS
@@ -86,6 +86,8 @@ class Ticket:
     """Reads of wanted experts that have not ended, by row of the table."""
     num_left: int = 0
     """Number of reads after whose end the frame may run."""
+    is_wide: bool = False
+    """True if the frame has so many tokens that it uses nearly all experts of each layer."""
     error: Exception | None = None
     """Error of a read of a wanted expert."""
 
@@ -107,6 +109,8 @@ class ExpertRead:
     """Frames that wait for the expert."""
     begun_ns: int | None = None
     """Time when a thread began to read; None if no thread has."""
+    ahead: Use | None = None
+    """Kind of the frame for which the expert is read ahead; None if a frame has asked for it."""
     is_for_ls: bool = False
     """True if LS waited for the expert when a thread began to read."""
     is_late: bool = False
@@ -209,6 +213,11 @@ class ReadThreads(DiskThreads):
         with self._lock:
             self._is_asleep = not self._finished
             return self._is_asleep
+
+    @property
+    def is_gentle(self) -> bool:
+        """True if LS requests exist."""
+        return self._is_gentle
 
     @property
     def running(self) -> list[ExpertRead]:

@@ -8,11 +8,16 @@ until its frame has run, so each read leads to at least one task. The first tick
 that others hold, and LS may take those of BE, except slots that are being read into. So the first
 frame always goes on, whatever the number of slots, and then the next.
 
+A pass of many tokens uses nearly all experts of each layer. So when it has what it needs, experts
+of its next layers are read ahead, as long as no other frame waits for the disk. They get slots as a
+long prompt of BE does, and lose them to any frame that needs the slots.
+
 All of this runs on the engine's thread. Threads only read (`qllm.engine.storage.reads`).
 """
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any, Protocol
 
 from qllm.engine.storage.reads import (
@@ -36,6 +41,9 @@ DEADLINE_NS = 30 * NS_PER_S
 """Longest time that an expert is read. After it, the frames that wait for the expert fail."""
 LONG_TOKENS = 16
 """Tokens of prompts in a pass of BE from which on its experts pass through few slots."""
+AHEAD_USES = 3
+"""Uses per expert from which on a pass uses nearly all experts of a layer. With an even router, a
+twentieth of the experts is not used."""
 MOST_FAILURES = 3
 """Number of failed reads in a row after which the engine is not ready."""
 
@@ -94,11 +102,16 @@ class ExpertWaits:
         self._tickets: dict[int, Ticket] = {}
         self._reads: dict[int, ExpertRead] = {}
         """Reads that have not been taken back, by row of the table."""
+        self.reads_ahead = True
+        """False to read no expert before a frame has asked for it."""
+        self._ahead: dict[int, tuple[int, int]] = {}
+        """Experts that were read ahead and not used yet: time of the read, and bytes, by row."""
         self._num_failures = 0
         self.failure: str | None = None
         """Error of the last read, if `MOST_FAILURES` reads in a row have failed."""
         zero = {"uses": 0, "loads": 0, "bytes": 0, "waits_ms": 0.0}
         self._counts: dict[str, dict[str, Any]] = {name: dict(zero) for name in ("LS", "BE")}
+        self._counts["ahead"] = {"loads": 0, "bytes": 0, "unused_bytes": 0}
         residency.parks = True
 
     # -- the loop
@@ -108,6 +121,7 @@ class ExpertWaits:
         use = self._use(program)
         num_uses = self._residency.count(use, end_ns)
         self._counts["LS" if use is Use.LS else "BE"]["uses"] += num_uses
+        self._count_ahead()
         frame_id = program.frame_id
         missing = None if end == program.end else self._missing(program)
         ticket = self._tickets.pop(frame_id, None)
@@ -118,6 +132,9 @@ class ExpertWaits:
         parked = self._scheduler.running
         assert parked is not None
         made = Ticket(frame_id, self._rank(parked), use, wanted, missing.is_range, end_ns)
+        op = program.ops[end.op]
+        num_chosen = self._residency.top_k * (op.hi - op.lo)
+        made.is_wide = num_chosen >= AHEAD_USES * missing.residency.num_experts
         for one in wanted:
             if (read := self._reads.get(one.number)) is not None:
                 self._threads.join(made, read)
@@ -130,17 +147,20 @@ class ExpertWaits:
         """See `Waits.turn`."""
         for read in self._threads.finished():
             self._take_back(read)
-        if not self._tickets:
+        if not (self._tickets or self._reads):
             return
         self._look(now_ns)
         live = self._scheduler.requests.values()
         self._threads.be_gentle(any(r.priority <= Priority.LS and not r.is_paused for r in live))
         order = sorted(self._tickets.values(), key=lambda ticket: ticket.rank)
+        self._drop_ahead(order)
         is_blocked = False
         for ticket in order:
             if ticket.is_waiting and not ticket.has_slots:
                 has_slots = self._give(ticket, order, now_ns, may_take=not is_blocked)
                 is_blocked = is_blocked or not has_slots
+        if len(order) == 1:
+            self._read_ahead(order[0], now_ns)
         self._find_late(now_ns, order)
         yield from self._failed()
         for ticket in list(self._tickets.values()):
@@ -267,6 +287,54 @@ class ExpertWaits:
             self._threads.expect(ticket, num)
         return True
 
+    def _is_in_the_way(self, use: Use) -> bool:
+        """Return True if nothing is read ahead for a kind of frame, because LS requests exist."""
+        return self._threads.is_gentle and use is not Use.LS
+
+    def _drop_ahead(self, order: Sequence[Ticket]) -> None:
+        """Take back reads for which no frame has asked, if other frames wait or LS requests exist.
+
+        A read that has begun ends.
+        """
+        for read in list(self._reads.values()):
+            if read.ahead is None or read.tickets:
+                continue
+            is_dropped = len(order) > 1 or self._is_in_the_way(read.ahead)
+            if is_dropped and self._threads.cancel(read):
+                self._forget(read, None)
+
+    def _read_ahead(self, ticket: Ticket, now_ns: int) -> None:
+        """Queue reads for the next layers of a pass that uses nearly all experts."""
+        is_allowed = self.reads_ahead and not self._is_in_the_way(ticket.use)
+        if not (is_allowed and ticket.is_wide and ticket.has_slots):
+            return
+        residency, here = self._residency, self._places(ticket)
+        if len(here) + len(ticket.reads) < len(ticket.wanted):
+            return
+        num = sum(read.ahead is not None for read in self._reads.values()) + len(self._ahead)
+        room = max(0, residency.displacing.num_passing - num)
+        layers = range(ticket.wanted[0].layer + 1, residency.num_layers)
+        absent = (one for layer in layers for one in residency.absent(layer))
+        wanted = list(islice((one for one in absent if one.number not in self._reads), room))
+        here.update(slot for slot in map(residency.place, self._ahead) if slot is not None)
+        slots = residency.free_slots(len(wanted), here, Use.PASSING, now_ns)
+        reads = []
+        for one, slot in zip(wanted, slots, strict=False):
+            into = residency.reserve(one, slot)
+            self._reads[one.number] = read = ExpertRead(one, slot, into, [], ahead=ticket.use)
+            reads.append(read)
+        self._threads.put(reads)
+
+    def _count_ahead(self) -> None:
+        """Count the experts that were read ahead and have lost their slots without a use."""
+        residency = self._residency
+        for number, (since, num_bytes) in list(self._ahead.items()):
+            is_used, is_gone = residency.table[number, 1] > since, residency.place(number) is None
+            if is_used or is_gone:
+                del self._ahead[number]
+            if is_gone and not is_used:
+                self._counts["ahead"]["unused_bytes"] += num_bytes
+
     def _slots(
         self, ticket: Ticket, most: int, least: int, order: Sequence[Ticket], now_ns: int
     ) -> list[int]:
@@ -313,16 +381,19 @@ class ExpertWaits:
     def _take_back(self, read: ExpertRead) -> None:
         """Put an expert that was read into the table, or count a failure."""
         number = read.wanted.number
-        is_be = read.rank[0]
+        is_be = read.rank[0] if read.ahead is None else read.ahead is not Use.LS
         for ticket in list(read.tickets):
             self._threads.leave(ticket, read)
             ticket.error = ticket.error or read.error
         self._forget(read, number if read.error is None else None)
         if read.error is None:
             self._num_failures, self.failure = 0, None
-            counts = self._counts["BE" if is_be else "LS"]
-            counts["loads"] += 1
-            counts["bytes"] += len(read.into)
+            names = ("BE" if is_be else "LS", *(() if read.ahead is None else ("ahead",)))
+            for counts in map(self._counts.__getitem__, names):
+                counts["loads"] += 1
+                counts["bytes"] += len(read.into)
+            if read.ahead is not None:
+                self._ahead[number] = int(self._residency.table[number, 1]), len(read.into)
         elif not read.is_late:
             self._fail(read.error)
 

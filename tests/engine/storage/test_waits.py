@@ -12,7 +12,7 @@ import pytest
 
 from qllm.engine.storage import reads
 from qllm.engine.storage.mover import Mover
-from qllm.engine.storage.waits import DEADLINE_NS
+from qllm.engine.storage.waits import AHEAD_USES, DEADLINE_NS
 from qllm.errors import ModelError, PolicyError
 from qllm.plan import Plan
 from qllm.policy import View, next_row
@@ -24,7 +24,7 @@ from qllm.types import NS_PER_MS, NS_PER_S, Cap, FinishReason
 from qllm_policies.fcfs import Fcfs
 from qllm_policies.priority import PriorityPolicy
 from qllm_policies.qllm2 import Qllm2
-from tests.support.expert_waits import NUM_EXPERTS, TOP_K, WaitWorld
+from tests.support.expert_waits import NUM_EXPERTS, SLOT_BYTES, TOP_K, WaitWorld
 from tests.support.scheduling import BE, LS, Fuzz, events, finished_well
 from tests.support.waiting import wait_for
 
@@ -677,3 +677,115 @@ def test_the_first_be_displaces_experts_of_ls_if_its_range_needs_more(make: Make
     wait_for(lambda: world.step() is None or last in world.finished, 30)
     assert world.finished[last] is FinishReason.LENGTH
     assert world.waits.stats()["BE"]["loads"] == 12
+
+
+# -- reads ahead
+
+WIDE = AHEAD_USES * NUM_EXPERTS // TOP_K
+"""Least tokens of a pass that uses nearly all experts of a layer."""
+NEXT = range(NUM_EXPERTS, 2 * NUM_EXPERTS)
+"""Experts of the second layer of a file, by row of the table."""
+
+
+def two_layers(make: Make, num_slots: int = 16, **settings: Any) -> WaitWorld:
+    """A world whose requests need the experts 0 to 3 of two layers, and later ones 4 and 5."""
+    experts = settings.pop("experts_of", lambda i: range(4) if i == 0 else (4, 5))
+    return make(num_slots=num_slots, experts_of=experts, num_layers=2, **settings)
+
+
+def test_a_long_prompt_reads_experts_of_its_next_layer_when_it_has_its_own(make: Make) -> None:
+    world = two_layers(make)
+    room = world.residency.displacing.num_passing
+    world.submit(BE, WIDE, 1)
+    world.stop_at_wait()
+    assert world.begun == [0, 1]
+    world.let(0, 1)
+    world.settle()
+    assert sorted(world.begun[2:]) == [2, 3], "its own experts go first"
+    world.let(2, 3)
+    world.settle()
+    assert sorted(world.begun[4:]) == list(NEXT[:2])
+    world.run_open()
+    assert sorted(set(world.begun)) == [*range(4), *NEXT[:room]]
+    ahead, be = (world.waits.stats()[name] for name in ("ahead", "BE"))
+    assert ahead == {"loads": room, "bytes": room * SLOT_BYTES, "unused_bytes": 0}
+    assert be["loads"] == 4 + room
+    finished_well(world)
+
+
+def test_a_frame_waits_for_no_read_ahead_of_another(make: Make) -> None:
+    world = two_layers(make)
+    world.submit(BE, WIDE, 1)
+    world.stop_at_wait()
+    world.submit(BE, 20, 1)
+    world.stop_at_wait()
+    for pair in ((0, 1), (2, 3), (4, 5)):
+        world.settle()
+        assert {read.wanted.number for read in world.threads.running} == set(pair)
+        world.let(*pair)
+    world.run_open()
+    finished_well(world)
+
+
+def test_reads_ahead_give_their_slots_to_the_first_frame(make: Make) -> None:
+    """The first frame needs four of six slots, and two are read ahead. The next frame needs six."""
+    world = two_layers(make, 6, experts_of=lambda i: range(4) if i == 0 else range(10, 16))
+    world.submit(BE, WIDE, 1)
+    world.stop_at_wait()
+    world.let(0, 1)
+    world.let(2, 3)
+    world.settle()
+    assert {read.wanted.number for read in world.threads.running} == set(NEXT[:2])
+    second = world.submit(BE, 20, 1)
+    world.runner.ranges.add(second)
+    world.run_open()
+    assert second in world.finished
+    finished_well(world)
+
+
+@pytest.mark.parametrize("why", ["few tokens", "off", "another waits", "LS lives"])
+def test_nothing_is_read_ahead(make: Make, why: str) -> None:
+    world = two_layers(make)
+    world.waits.reads_ahead = why != "off"
+    world.submit(BE, WIDE - (why == "few tokens"), 1)
+    world.stop_at_wait()
+    if why in ("another waits", "LS lives"):
+        world.submit(LS if why == "LS lives" else BE, 20, 1)
+        world.stop_at_wait()
+    world.let(0, 1)
+    world.settle()
+    assert not [read for read in world.waits._reads.values() if read.ahead is not None]
+    world.run_open()
+    if why in ("few tokens", "off"):
+        assert world.waits.stats()["ahead"]["loads"] == 0
+    finished_well(world)
+
+
+def test_bytes_that_were_read_ahead_in_vain_are_counted(make: Make) -> None:
+    world = two_layers(make, 6, experts_of=lambda i: range(4) if i == 0 else range(10, 16))
+    world.submit(BE, WIDE, 1)
+    world.stop_at_wait()
+    world.runner.experts_of = lambda i: (20, 21) if i == 0 else range(10, 16)
+    world.run_open()
+    world.submit(BE, 1, 4)
+    world.run_open()
+    ahead = world.waits.stats()["ahead"]
+    assert ahead["loads"] > 0
+    assert ahead["unused_bytes"] == ahead["bytes"]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_answers_end_whatever_is_read_ahead(make: Make, seed: int) -> None:
+    rng = random.Random(seed)
+    num_slots = rng.randint(TOP_K, 12)
+    world = make(
+        Fuzz(seed) if seed % 2 else Qllm2(),
+        num_slots,
+        experts_of=lambda i: random.Random(i).sample(range(NUM_EXPERTS), 1 + i % num_slots),
+        num_layers=2,
+    )
+    for _ in range(8):
+        world.submit(rng.choice((LS, BE)), rng.choice((3, WIDE, 2 * WIDE)), rng.randint(1, 3))
+    world.run_open()
+    finished_well(world)
+    assert not world.residency._pins.any()

@@ -114,6 +114,7 @@ def test_experts_of_a_file_are_counted_by_class() -> None:
     assert {value for _, value in known["qllm:expert_loads_total"]} == {0}
     first = {
         "resident": 3, "experts": 12, "waiting": 2, "blocking": {"loads": 7, "bytes": 70},
+        "ahead": {"loads": 5, "bytes": 50, "unused_bytes": 10},
         "LS": {"loads": 1, "bytes": 10, "waits_ms": 2000.0},
         "BE": {"loads": 3, "bytes": 30, "waits_ms": 500.0},
     }  # fmt: skip
@@ -134,6 +135,8 @@ def test_experts_of_a_file_are_counted_by_class() -> None:
     }
     assert known["qllm:expert_blocking_loads_total"][0][1] == 7
     assert known["qllm:expert_blocking_bytes_total"][0][1] == 70
+    assert known["qllm:expert_ahead_loads_total"][0][1] == 5
+    assert known["qllm:expert_ahead_unused_bytes_total"][0][1] == 10
     assert look({"LS": {"loads": 1, "bytes": 1, "waits_ms": 0}})  # left by engines of a fleet
 
 
