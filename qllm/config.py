@@ -182,11 +182,12 @@ class EngineConfig:
     deleted when its room is needed."""
     max_expert_bytes: int | str | None = None
     """Most bytes of experts in memory, like "8GiB", for a model that is larger than memory. Its
-    experts are in a file in `expert_dir`, and come and go. If all fit, there is no file. None keeps
-    all experts in memory (docs/design/weights.md)."""
+    experts are in a file in `expert_dir`, and come and go. On a GPU: most bytes of experts on the
+    GPU, while all are in the host's memory. If all fit, they stay. None keeps all experts where
+    they compute (docs/design/weights.md)."""
     expert_dir: str | PurePath | None = None
     """Folder for the file of packed experts, about as large as the experts. The first load writes
-    it, and later loads and other engines read it."""
+    it, and later loads and other engines read it. For the CPU only."""
     role: str = "both"
     """Role in a fleet. "prefill" migrates a request once it has its first token; "decode" and
     "both" do not. Front ends send new requests to "decode" engines only if there are no others."""
@@ -267,11 +268,10 @@ class EngineConfig:
         most, folder = self.max_expert_bytes, self.expert_dir
         if folder is not None and not (isinstance(folder, str) and folder):
             raise ConfigError(f"expert_dir={shown(folder)} must be None or the path of a folder")
-        if (most is None) is not (folder is None):
-            given, other = ("max_expert_bytes", "expert_dir")[:: 1 if folder is None else -1]
+        if most is None and folder is not None:
             raise ConfigError(
-                f"{given}={getattr(self, given)!r} needs {other}, too: the bytes of experts in "
-                "memory and the folder for the others are given together"
+                f"expert_dir={folder!r} needs max_expert_bytes, too: the folder for all experts "
+                "and the bytes of experts in memory are given together"
             )
 
     @property
@@ -395,6 +395,11 @@ class EngineConfig:
         """
         if device.split(":")[0] == "cuda":
             self._check_cuda()
+        elif self.max_expert_bytes is not None and self.expert_dir is None:
+            raise ConfigError(
+                f"max_expert_bytes={self.max_expert_bytes} needs expert_dir, too: on the CPU the "
+                "bytes of experts in memory and the folder for the others are given together"
+            )
         if self.loop == "host":
             return
         if run_in != "process":
@@ -414,10 +419,10 @@ class EngineConfig:
             raise ConfigError(
                 f"tp={self.tp}: ranks compute on the CPU, and device='cuda' has one rank; use tp=1"
             )
-        if self.max_expert_bytes is not None:
+        if self.expert_dir is not None:
             raise ConfigError(
-                f"max_expert_bytes={self.max_expert_bytes} is for the CPU; leave it and expert_dir "
-                "out"
+                f"expert_dir={self.expert_dir!r} is for the CPU: with device='cuda' all experts "
+                "are in the host's memory, and none in a file; leave expert_dir out"
             )
 
     def refuse_apart(self, what: str, *, on_ranks: bool = False) -> None:

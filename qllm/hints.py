@@ -17,7 +17,7 @@ HINTS = {
     "scheduling_policy": "set policy",
     "tensor_parallel_size": "set tp",
     "enable_expert_parallel": "set tp: each rank has whole experts",
-    "cpu_offload_gb": "set max_expert_bytes and expert_dir",
+    "cpu_offload_gb": "set max_expert_bytes, and on a CPU expert_dir",
     "pipeline_parallel_size": "one engine has one device; engine_address takes several engines",
     "data_parallel_size": "one engine has one device; engine_address takes several engines",
     "quantization": "a checkpoint says it itself; expert_weights rounds a bf16 one",

@@ -1,6 +1,7 @@
 """A backend for a device: paged KV, fused kernels, experts in ranges, sampling on the device.
 
-Routing stays on the device. The host reads tokens once per step, when the runner finishes the step.
+Routing stays on the device, unless experts come and go (`qllm.cuda.slots`). The host reads tokens
+once per step, when the runner finishes the step.
 A captured stage (a CUDA graph) is replayed if a program's next ops are exactly that stage. All
 other ops run one by one. The host runs at most `AHEAD` ops or stages ahead of the device, so a stop
 takes effect soon.
@@ -20,6 +21,7 @@ from qllm.cuda.graphs import GraphApi, Graphs, TorchGraphApi
 from qllm.cuda.lanes import Bucket, Lane, LaneHead, LaneRow
 from qllm.cuda.layers import DeviceLayers
 from qllm.cuda.pages import PagedKV, Pages, Spare
+from qllm.cuda.slots import DeviceResidency, ExpertRoom
 from qllm.cuda.stages import Body, Key, StagePart, Stages
 from qllm.cuda.step import PagedStep
 from qllm.errors import DeviceError, ModelError
@@ -91,8 +93,11 @@ class CudaBackend:
         buckets: Sizes to capture; None is `default_buckets`.
         layers_per_stage: Layers per captured stage.
         spare: Room for KV in addition to the pages, or None.
+        room: Room for experts that come and go, all of which are on the host; None if all experts
+            are on the device. If there is room for all, they are on the device, too.
 
     Raises:
+        ConfigError: The room is too small for the experts of one token in one layer.
         ModelError: Experts of a kind without a kernel.
     """
 
@@ -111,6 +116,7 @@ class CudaBackend:
         buckets: list[Bucket] | None = None,
         layers_per_stage: int = LAYERS_PER_STAGE,
         spare: Spare | None = None,
+        room: ExpertRoom | None = None,
     ) -> None:
         warn_of_unheard(model, parts)
         self._parts, self.shape = parts, parts.shape
@@ -132,7 +138,7 @@ class CudaBackend:
             )
         self._spare = spare
         self.pages = Pages(parts.num_kv_layers, num_pages, page_size, self.kernels, spare)
-        self.layers = DeviceLayers(model, parts, self.compute.drivers, self.kernels)
+        self.layers = DeviceLayers(model, parts, self.compute.drivers, self.kernels, room)
         self.drivers = self.layers.drivers
         self._block = query_block(self.layers.heads_per_group)
         self._marks: deque[Any] = deque()
@@ -172,9 +178,16 @@ class CudaBackend:
 
     # names and numbers
 
+    @property
+    def residency(self) -> DeviceResidency | None:
+        """Slots for experts; None if all experts are on the device."""
+        return self.layers.residency
+
     def _why_not_captured(self, model: nn.Module, graphs: GraphApi | bool | None) -> str:
         if graphs is False or (graphs is None and not self._on_cuda):
             return "not asked for" if graphs is False else f"device {self.device.type}"
+        if self.layers.residency is not None:
+            return "the host decides which experts are on the device"
         if any(driver.kind is Driver.HOOKED for driver in self.drivers):
             return "a layer is driven by hooks"
         if any(layer.rope_kind is not None for layer in self._parts.layers):
@@ -268,9 +281,7 @@ class CudaBackend:
         return PagedStep(self.pages, self.kernels, tables.to(self.device), tiles, at_slots)
 
     def new_work(self, layer: int, ids_TK: Tensor, grain: Grain) -> DeviceWork:
-        experts = self.layers.experts[layer]
-        assert experts is not None
-        return experts.begin(ids_TK, EXPERT_RANGES if grain is Grain.EXPERT else 1)
+        return self.layers.begin(layer, ids_TK, EXPERT_RANGES if grain is Grain.EXPERT else 1)
 
     def pace(self) -> None:
         if not self._on_cuda:

@@ -24,6 +24,7 @@ from qllm.models.weights.quantised_experts import WEIGHTS, QuantisedExperts
 from qllm.models.weights.quantised_weights import DeviceWeights
 from qllm.runner.cuts import CutCosts
 from qllm.runner.layers.work import Unit, Work
+from qllm.runner.residency import LayerResidency
 
 
 class Router(NamedTuple):
@@ -103,7 +104,7 @@ class DeviceExperts:
     """
 
     def __init__(self, weights: ExpertWeights, kernels: Kernels, hits: Tensor) -> None:
-        self.weights, self.kernels, self._hits = weights, kernels, hits
+        self.weights, self.kernels, self.hits = weights, kernels, hits
 
     def run(
         self,
@@ -114,7 +115,7 @@ class DeviceExperts:
         add: Sum | None = None,
     ) -> Tensor:
         """Return `add` plus the weighted sum over each token's experts, zero past `num_tokens`."""
-        routing = self.kernels.route(ids_TK, num_tokens, self.weights.num_experts, self._hits)
+        routing = self.kernels.route(ids_TK, num_tokens, self.weights.num_experts, self.hits)
         return self._run(x_TD, self.weights, routing, weights_TK, num_tokens, add)
 
     def can_share(self, shared: SharedWeights) -> bool:
@@ -158,7 +159,7 @@ class DeviceExperts:
         """
         weights = self.weights._replace(shared=shared)
         routing, weights_TK = self.kernels.choose(
-            logits_TE, router.rule, router.top_k, num_tokens, self._hits, router.dtype,
+            logits_TE, router.rule, router.top_k, num_tokens, self.hits, router.dtype,
             weights.num_shared,
         )  # fmt: skip
         return self._run(x_TD, weights, routing, weights_TK, num_tokens, add)
@@ -180,13 +181,13 @@ class DeviceExperts:
 
     def begin(self, ids_TK: Tensor, num_ranges: int) -> "DeviceWork":
         """Return the experts as ranges; the work may stop between two ranges."""
-        return DeviceWork(self, ids_TK, num_ranges, self._hits)
+        return DeviceWork(self, ids_TK, num_ranges, self.hits)
 
 
 class DeviceWork(Work):
     """The EXPERTS op of one layer in ranges of experts.
 
-    The host cannot know which slots a range fills. All ranges together fill all slots.
+    The host does not know which slots a range fills. All ranges together fill all slots.
     """
 
     __slots__ = ("_experts", "_num_tokens", "_routing", "bounds")
@@ -194,20 +195,33 @@ class DeviceWork(Work):
     def __init__(
         self, experts: DeviceExperts, ids_TK: Tensor, num_ranges: int, hits: Tensor
     ) -> None:
-        self._experts, self.ids_TK, self.residency = experts, ids_TK, None
         weights, num_slots = experts.weights, ids_TK.numel()
         num = max(1, min(num_ranges, weights.num_experts))
         self.bounds = [weights.num_experts * i // num for i in range(num + 1)]
         shares = [num_slots * i // num for i in range(num + 1)]
-        self.units = [Unit(self.bounds[i], shares[i], shares[i + 1]) for i in range(num)]
-        self.done = bytearray(num)
-        dtype = weights.down_EDI.dtype if weights.packed is None else torch.bfloat16
-        shape = (num_slots, weights.down_EDI.shape[1])
-        self.slots_SD = torch.empty(shape, dtype=dtype, device=ids_TK.device)
-        self._num_tokens = torch.full(
-            (1,), ids_TK.shape[0], dtype=torch.int32, device=ids_TK.device
+        self._begin(
+            experts,
+            ids_TK,
+            [Unit(self.bounds[i], shares[i], shares[i + 1]) for i in range(num)],
+            None,
         )
         self._routing = experts.kernels.route(ids_TK, self._num_tokens, weights.num_experts, hits)
+
+    def _begin(
+        self,
+        experts: DeviceExperts,
+        ids_TK: Tensor,
+        units: list[Unit],
+        residency: LayerResidency | None,
+    ) -> None:
+        self._experts, self.ids_TK, self.residency = experts, ids_TK, residency
+        self._order(units)
+        self.done = bytearray(len(units))
+        weights, device = experts.weights, ids_TK.device
+        dtype = weights.down_EDI.dtype if weights.packed is None else torch.bfloat16
+        shape = (ids_TK.numel(), weights.down_EDI.shape[1])
+        self.slots_SD = torch.empty(shape, dtype=dtype, device=device)
+        self._num_tokens = torch.full((1,), ids_TK.shape[0], dtype=torch.int32, device=device)
 
     def run(self, x_TD: Tensor, start: int, stop: int) -> int:
         if self.done.find(1, start, stop) >= 0:
@@ -225,6 +239,12 @@ class DeviceWork(Work):
 
     def bytes_read(self, start: int, stop: int) -> int:
         return 0  # the device counts instead
+
+    def restore(self, slots_SD: Tensor, done: Tensor, units: Tensor | None) -> None:
+        """See `Work.restore`. A checkpoint of ranges has no units, and one of units no ranges."""
+        if len(done) != len(self.done) or (units is None) is not (self.residency is None):
+            raise InvariantError("a checkpoint has other expert units than its op (I1)")
+        super().restore(slots_SD, done, units)
 
     def combine(self, lo: int, hi: int, weights_TK: Tensor, dtype: torch.dtype) -> Tensor:
         slots_TKD = self.slots_SD.view(*self.ids_TK.shape, -1)[lo:hi]

@@ -5,15 +5,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qllm.cuda.experts import DeviceExperts, packed_weights
+from qllm.cuda.experts import DeviceExperts, DeviceWork, packed_weights
 from qllm.cuda.known import KnownLayer, is_known
 from qllm.cuda.latents import Latents
 from qllm.cuda.norms import Norms
+from qllm.cuda.slots import DeviceResidency, ExpertRoom, HostLayer, SlotExperts
 from qllm.cuda.step import PagedStep
 from qllm.errors import ModelError
 from qllm.kernels.routing import expert_weights
 from qllm.kernels.select import Kernels
 from qllm.models.discover import LayerParts, ModelParts, base_model
+from qllm.models.weights.on_host import on_host
 from qllm.models.weights.quantised_experts import quantised_in
 from qllm.runner.layers.drivers import LayerDriver, Rope
 
@@ -26,8 +28,10 @@ class DeviceLayers:
         parts: Parts of the model.
         drivers: Drivers of layers that are not known.
         kernels: Kernels of the device.
+        room: Room for experts that come and go; None if all experts are on the device.
 
     Raises:
+        ConfigError: The room is too small for the experts of one token in one layer.
         ModelError: Experts or latents of a kind without a kernel.
     """
 
@@ -37,12 +41,17 @@ class DeviceLayers:
         parts: ModelParts,
         drivers: tuple[LayerDriver, ...],
         kernels: Kernels,
+        room: ExpertRoom | None = None,
     ) -> None:
         self._kernels = kernels
         self._device = parts.lm_head.weight.device
         self._hits: dict[int, Tensor] = {}
         """Number of expert reads by the bytes of an expert, each as one number on the device."""
         self.experts = tuple(self._experts(layer) for layer in parts.layers)
+        self.residency = self._residency(parts, room)
+        """Slots for experts; None if all experts are on the device."""
+        self.slots = self._slots(parts)
+        """Experts of each layer that are in slots."""
         self._latents = Latents(parts.attentions)
         self.norms = Norms(model, kernels)
         config: Any = base_model(model).config
@@ -71,8 +80,56 @@ class DeviceLayers:
             self._hits[size] = torch.zeros(1, dtype=torch.int64, device=self._device)
         return DeviceExperts(found, self._kernels, self._hits[size])
 
+    def _residency(self, parts: ModelParts, room: ExpertRoom | None) -> DeviceResidency | None:
+        modules = {f"layer {layer.index}": layer.experts for layer in parts.layers}
+        made = None
+        if room is not None:
+            layers = [HostLayer(name, one) for name, one in modules.items() if one is not None]
+            top_k = parts.shape.experts_per_token
+            made = DeviceResidency(layers, room, top_k, self._device) if layers else None
+        if made is None or made.has_all:
+            for name, module in modules.items():
+                if on_host(module) is not None:
+                    raise ModelError(
+                        f"the experts of {name} are in the host's memory, and this runner needs "
+                        "all experts on the device; use the max_expert_bytes of the load"
+                    )
+            return None
+        return made
+
+    def _slots(self, parts: ModelParts) -> dict[int, SlotExperts]:
+        found: dict[int, SlotExperts] = {}
+        for layer, experts in zip(parts.layers, self.experts, strict=True):
+            if self.residency is not None and experts is not None:
+                module: Any = layer.experts
+                turned = quantised_in(module) is None and module.is_transposed
+                found[layer.index] = SlotExperts(experts, self.residency, len(found), turned=turned)
+        return found
+
+    def begin(self, layer: int, ids_TK: Tensor, num_ranges: int) -> DeviceWork:
+        """Return the EXPERTS op of a layer as work.
+
+        Args:
+            layer: Index of the layer.
+            ids_TK: Experts of each token.
+            num_ranges: Number of ranges between which the work may stop.
+        """
+        if (slots := self.slots.get(layer)) is not None:
+            return slots.begin(ids_TK, num_ranges)
+        experts = self.experts[layer]
+        assert experts is not None
+        return experts.begin(ids_TK, num_ranges)
+
     def enter(self) -> None:
-        """Let the model's modules compute with the kernels."""
+        """Let the model's modules compute with the kernels.
+
+        Raises:
+            DeviceError: The host has too little memory that can be page-locked.
+        """
+        if self.residency is not None:
+            self.residency.enter()
+            for slots in self.slots.values():
+                slots.enter()
         self.norms.enter()
         self._latents.enter()
         for layer in self._known:
@@ -84,6 +141,8 @@ class DeviceLayers:
         self._latents.leave()
         for layer in self._known:
             layer.leave()
+        if self.residency is not None:
+            self.residency.leave()
 
     def run(
         self, index: int, x_TD: Tensor, rope: Rope, step: PagedStep, num_tokens: Tensor
@@ -122,8 +181,11 @@ class DeviceLayers:
         """Return the names of the kernels in use, for results."""
         name = self._kernels.name
         rotating, chooses = len(self._known), sum(layer.chooses for layer in self._known)
+        fused, slots = f"{name} fused", self.residency
+        if slots is not None:
+            fused += f", {slots.num_slots} of {slots.num_experts} experts at a time"
         return {
-            "experts": f"{name} fused",
+            "experts": fused,
             "router": f"torch, then {name} in stages ({chooses} of {len(self.drivers)} layers)",
             "linear": "torch",
             "head": "torch",

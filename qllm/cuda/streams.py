@@ -1,4 +1,4 @@
-"""Streams, events and copies: the CUDA calls for copies of KV. None of these calls waits.
+"""Streams, events and copies: the CUDA calls for copies of KV and experts. Only `finish` waits.
 
 In all arguments, the stream `None` is the one that computes.
 """
@@ -14,14 +14,19 @@ from qllm.errors import DeviceError
 
 
 class StreamApi(Protocol):
-    """CUDA calls that `qllm.cuda.copies` needs."""
+    """CUDA calls that `qllm.cuda.copies` and `qllm.cuda.slots` need. Callable from any thread."""
 
     def new_stream(self) -> Any:
         """Return a stream that runs parallel to the computing stream."""
         ...
 
-    def record(self, stream: Any) -> Any:
-        """Return an event that completes after all work launched on a stream so far."""
+    def record(self, stream: Any, *, sleeps: bool = False) -> Any:
+        """Return an event that completes after all work launched on a stream so far.
+
+        Args:
+            stream: A stream. From other threads than that of the runner, not None.
+            sleeps: True if a thread that waits in `finish` sleeps, False if it spins.
+        """
         ...
 
     def wait(self, stream: Any, event: Any) -> None:
@@ -29,15 +34,19 @@ class StreamApi(Protocol):
         ...
 
     def finish(self, event: Any) -> None:
-        """Wait for an event. Only checkpoints and the end of the engine use this."""
+        """Wait for an event.
+
+        The thread of the runner does so for checkpoints, at the end of the engine, and for experts
+        where frames may not wait.
+        """
         ...
 
     def copy(self, to: Tensor, source: Tensor, stream: Any) -> None:
         """Copy on a stream between the device and page-locked memory.
 
         Args:
-            to: [L, T, G, D], each layer contiguous.
-            source: Tensor of the same shape, each layer contiguous.
+            to: [L, ...], each of L contiguous: keys or values of L layers, or one expert's bytes.
+            source: Tensor of the same shape, each of L contiguous.
             stream: A stream of `new_stream`.
         """
         ...
@@ -50,8 +59,16 @@ class StreamApi(Protocol):
         """
         ...
 
+    def lock_in_place(self, memory: Tensor) -> None:
+        """Page-lock memory of the host that is there already, in pages of its own.
+
+        Raises:
+            DeviceError: It cannot be page-locked.
+        """
+        ...
+
     def unlock(self, memory: Tensor) -> None:
-        """Free page-locked memory, which no copy may use any more."""
+        """End a page-lock. No copy may use the memory any more."""
         ...
 
 
@@ -69,9 +86,9 @@ class TorchStreams:
         cuda: Any = torch.cuda
         return cuda.Stream()
 
-    def record(self, stream: Any) -> Any:
+    def record(self, stream: Any, *, sleeps: bool = False) -> Any:
         cuda: Any = torch.cuda
-        event = cuda.Event()
+        event = cuda.Event(blocking=sleeps)
         event.record(cuda.current_stream() if stream is None else stream)
         return event
 
@@ -90,19 +107,27 @@ class TorchStreams:
         try:
             self._calls.copy_rows(target, origin, rows, stream.cuda_stream)
         except RuntimeError as error:
-            raise DeviceError(f"CUDA answered {error} to a copy of KV") from error
+            raise DeviceError(
+                f"CUDA answered {error} to a copy between the host and the device"
+            ) from error
 
     def lock(self, num_bytes: int) -> Tensor:
         # registered, not allocated by torch, which rounds up to a power of two
         memory = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+        self._lock(memory, "KV", "lower swap_kv_tokens or prefix_cache_tokens")
+        return memory
+
+    def lock_in_place(self, memory: Tensor) -> None:
+        self._lock(memory, "experts", "free RAM, or raise the limit of locked memory")
+
+    def _lock(self, memory: Tensor, what: str, cure: str) -> None:
         try:
-            self._calls.lock(memory.data_ptr(), num_bytes)
+            self._calls.lock(memory.data_ptr(), memory.nbytes)
         except RuntimeError as error:
             raise DeviceError(
-                f"{num_bytes} bytes of RAM for KV cannot be page-locked (CUDA answered {error}); "
-                "lower swap_kv_tokens or prefix_cache_tokens"
+                f"{memory.nbytes} bytes of RAM for {what} cannot be page-locked (CUDA answered "
+                f"{error}); {cure}"
             ) from error
-        return memory
 
     def unlock(self, memory: Tensor) -> None:
         self._calls.unlock(memory.data_ptr())

@@ -14,6 +14,7 @@ from qllm.config import EngineConfig
 from qllm.cores import usable_cores
 from qllm.cuda.copies import measured_bytes_per_ms
 from qllm.cuda.pages import Spare
+from qllm.cuda.slots import ExpertRoom
 from qllm.cuda.streams import StreamApi
 from qllm.drafters.model import DraftModel, Terms
 from qllm.drafters.mtp import MtpLayer
@@ -47,6 +48,7 @@ from qllm.models.depth import num_layers, whole_layers
 from qllm.models.loader import LoadedModel
 from qllm.models.tokenizer import vocabulary_of
 from qllm.models.weights.formats.rounding import ROUNDINGS
+from qllm.models.weights.on_host import bytes_in_slots
 from qllm.models.weights.quantised_experts import all_quantised
 from qllm.models.weights.quantised_linears import weight_bytes
 from qllm.plugins import load_policy
@@ -118,6 +120,7 @@ def make_runner(model: Any, config: EngineConfig) -> TorchRunner:
         max_total_tokens=config.pool_tokens,
         graphs=None if config.kernels == "fast" else False,
         spare=spare_of(config, CudaBackend.why_inexact, TorchStreams, model.device),
+        room=room_of(config, TorchStreams),
     )
 
 
@@ -176,6 +179,18 @@ def spare_of(
     api = streams()
     rate = measured_bytes_per_ms(api, device)
     return Spare(api, rate, num_kept, config.page_size, config.num_swap_blocks)
+
+
+def room_of(config: EngineConfig, streams: Callable[[], StreamApi]) -> ExpertRoom | None:
+    """Return the room on a device for experts that come and go; None if all stay there.
+
+    Args:
+        config: Settings.
+        streams: Factory of the API that makes copies.
+    """
+    if config.max_expert_bytes is None:
+        return None
+    return ExpertRoom(streams(), int(config.max_expert_bytes))
 
 
 def with_depth(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
@@ -279,7 +294,9 @@ class LoadedRunner:
         """Make the runner, choose the sizes that are open, and check the model."""
         model = loaded.model
         weights = self.weight_bytes + (self.drafting.weight_bytes if self.drafting else 0)
-        choose = partial(choose_sizes, self.claim, weights, on_cuda=on_cuda)
+        choose = partial(
+            choose_sizes, self.claim, weights, on_cuda=on_cuda, slot_bytes=bytes_in_slots(model)
+        )
         with naming_family(model, "finding its parts"):
             config = with_depth(config, loaded)
             if on_cuda:  # the runner takes the memory of all its KV at once

@@ -168,6 +168,7 @@ def choose_sizes(
     *,
     on_cuda: bool,
     ranks: Sequence[int] = (),
+    slot_bytes: int = 0,
 ) -> tuple[EngineConfig, dict[str, int]]:
     """Choose the open sizes.
 
@@ -181,13 +182,16 @@ def choose_sizes(
         costs: Numbers of the loaded model.
         on_cuda: True for the memory of the GPU.
         ranks: Process ids of the model's other ranks.
+        slot_bytes: Bytes of the GPU that the runner takes for experts that come and go.
 
     Raises:
         ConfigError: The model or the sizes do not fit, as in `free_for` and `sized`.
     """
     claim.ranks = list(ranks)
     with claim.others() as others:
-        free = free_for(config, weight_bytes, others, on_cuda=on_cuda, ranks=ranks)
+        free = free_for(
+            config, weight_bytes, others, on_cuda=on_cuda, ranks=ranks, slot_bytes=slot_bytes
+        )
         found = sized(config, free, costs)
         memory = memory_of(found, costs, free)
         taken = memory["kv_bytes"] + memory["kept_bytes"]
@@ -202,6 +206,7 @@ def free_for(
     *,
     on_cuda: bool,
     ranks: Sequence[int] = (),
+    slot_bytes: int = 0,
 ) -> int:
     """Return the bytes that an engine may take in addition to the loaded model.
 
@@ -214,11 +219,13 @@ def free_for(
         others: Claims of the other engines.
         on_cuda: True for the memory of the GPU.
         ranks: Process ids of the model's other ranks.
+        slot_bytes: Bytes of the GPU that the runner takes for experts that come and go.
 
     Raises:
         ConfigError: `memory` is more than the machine has, or too little for the model.
     """
     free, held, whole = _of_device() if on_cuda else _of_machine(weight_bytes, ranks)
+    free, held = free - slot_bytes, held + slot_bytes
     if config.memory is None:
         return max(0, free - others.num_bytes) // (1 + others.num_open)
     budget = int(config.memory)

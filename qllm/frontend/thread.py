@@ -42,7 +42,7 @@ class ThreadClient(Client):
         self, loaded: LoadedModel, policy: Any, config: EngineConfig, threads: int | None
     ) -> None:
         super().__init__()
-        config.check_place("thread", "cpu")
+        config.check_place("thread", loaded.model.device.type)
         self._zero_ns = time.monotonic_ns()
         self.ingress = InprocIngress(self.now_ns)
         self._closed = self._draining = False

@@ -181,11 +181,12 @@ def run_experts(
 
 def _of_expert(weights: ExpertWeights, expert: int) -> tuple[Tensor, Tensor]:
     """Return an expert's gates and ups [2 I, D], and its down weight [D, I]."""
+    place = expert if weights.place_E is None else int(weights.place_E[expert])
     if weights.packed is not None:
-        up, down = (stack.one(expert).dequantised() for stack in weights.packed)
+        up, down = (stack.one(place).dequantised() for stack in weights.packed)
         return up, down
     if expert < weights.num_experts or weights.shared is None:
-        return weights.up_EFD[expert], weights.down_EDI[expert]
+        return weights.up_EFD[place], weights.down_EDI[place]
     inner = weights.down_EDI.shape[2]
     lo = (expert - weights.num_experts) * inner
     gates, ups = (x[lo : lo + inner] for x in weights.shared.up_FD.chunk(2))

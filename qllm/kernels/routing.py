@@ -127,13 +127,16 @@ class ExpertWeights(NamedTuple):
     shared: SharedWeights | None = None
     """Shared experts, which are experts E to E + S."""
     packed: tuple[Quantised, Quantised] | None = None
-    """Up and down weights as contiguous stacks of quantised weights. `up_EFD` and `down_EDI` are
-    the codes of these stacks."""
+    """Up and down weights as stacks of quantised weights, each of which is contiguous. `up_EFD` and
+    `down_EDI` are the codes of these stacks."""
+    place_E: Tensor | None = None
+    """Place of each expert in the stacks, as int64; None if expert e is at place e. Biases lie in
+    the order of the experts. There are no shared experts then."""
 
     @property
     def num_experts(self) -> int:
         """Number of experts E, without the shared ones."""
-        return self.up_EFD.shape[0]
+        return self.up_EFD.shape[0] if self.place_E is None else self.place_E.shape[0]
 
     @property
     def num_shared(self) -> int:

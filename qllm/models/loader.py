@@ -31,6 +31,7 @@ from qllm.models.weights.checkpoint import Checkpoint, Shards, checkpoint_in
 from qllm.models.weights.experts_apart import ExpertsApart
 from qllm.models.weights.experts_in_file import ExpertsInFolder
 from qllm.models.weights.experts_on_demand import ExpertsOnDemand
+from qllm.models.weights.experts_on_host import ExpertsOnHost
 from qllm.models.weights.formats.layout import PLAIN, Stored
 from qllm.models.weights.formats.rounding import ROUNDINGS
 from qllm.models.weights.gguf_file import checkpoint_of, config_of, open_file
@@ -89,7 +90,7 @@ def load(
     load_format: str = "auto",
     expert_weights: str = "auto",
     experts: ExpertsApart | None = None,
-    expert_place: tuple[str, int] | None = None,
+    expert_place: tuple[str | None, int] | None = None,
     tp: int = 1,
     depth: int | None = None,
 ) -> LoadedModel:
@@ -110,8 +111,9 @@ def load(
         expert_weights: Format of experts, see `EngineConfig`; "int4" and "mxfp4" round weights
             while they are read.
         experts: Place of the experts outside the model; None keeps them in the model.
-        expert_place: Folder for the experts, and most bytes of experts in memory, in place of
-            `experts`. If all experts fit, they stay in the model.
+        expert_place: Folder for the experts, and most bytes of experts where the model computes,
+            in place of `experts`. Without a folder they are in the host's memory, for a GPU. If all
+            experts fit, they stay in the model.
         tp: Number of ranks that will share the model. Several ranks read their own experts later.
         depth: Number of layers to load; the others are not read. None loads the whole model.
 
@@ -128,11 +130,13 @@ def load(
     wanted, place = _dtype(dtype), check_device(device)
     dummy, weights = load_format == "dummy", None
     if expert_place is not None:
-        experts = ExpertsInFolder(Path(expert_place[0]), expert_place[1])
-    if experts is not None and (dummy or place.type != "cpu"):
+        experts = _experts_in(*expert_place)
+    on_gpu = place.type != "cpu" and not isinstance(experts, ExpertsOnHost)
+    if experts is not None and (dummy or on_gpu):
         raise ConfigError(
-            f"experts in a file are read from a checkpoint into RAM: load_format={load_format!r} "
-            f"on device={str(device)!r} has none; use load_format='auto' on the CPU"
+            f"experts {experts.where} are read from a checkpoint: load_format={load_format!r} on "
+            f"device={str(device)!r} does not do so; use load_format='auto', and a file of experts "
+            "on the CPU alone"
         )
     if tp > 1 and experts is None and not dummy:
         experts = ExpertsOnDemand()
@@ -224,6 +228,11 @@ def _loaded(
         name=name,
         weights=weights,
     )
+
+
+def _experts_in(folder: str | None, max_bytes: int) -> ExpertsApart:
+    """Return the place of experts: a file in a folder, or the host's memory."""
+    return ExpertsOnHost(max_bytes) if folder is None else ExpertsInFolder(Path(folder), max_bytes)
 
 
 def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:

@@ -9,6 +9,7 @@ from qllm.models.around import is_experts
 from qllm.models.discover import PACKED
 from qllm.models.weights.expert_file import all_in_file, in_file
 from qllm.models.weights.on_demand import all_on_demand, on_demand_in
+from qllm.models.weights.on_host import on_host
 from qllm.models.weights.quantised import refuse_quantised
 from qllm.models.weights.quantised_experts import WEIGHTS, all_quantised, quantised_in
 from qllm.models.weights.quantised_linears import all_linears
@@ -26,7 +27,8 @@ def _refuse_tensor(name: str, tensor: Tensor) -> None:
 
 
 def _refuse_experts(name: str, experts: Any) -> None:
-    is_ours = any(find(experts) is not None for find in (quantised_in, in_file, on_demand_in))
+    places = quantised_in, in_file, on_demand_in, on_host
+    is_ours = any(find(experts) is not None for find in places)
     if "forward" in vars(experts) and not is_ours:
         raise ModelError(f"{name}.forward was replaced on the instance (expert parallelism?)")
     if getattr(experts, "_is_expert_parallel", False):

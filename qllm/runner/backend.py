@@ -20,6 +20,7 @@ from qllm.runner.layers.attention import Span, Step
 from qllm.runner.layers.drivers import LayerDriver
 from qllm.runner.layers.work import Work
 from qllm.runner.protocol import Stop
+from qllm.runner.residency import Residency
 from qllm.runner.sampling.sampler import Sampler, Unread
 from qllm.runner.sweep import Swept
 from qllm.scheduler.blocks import BlockTables
@@ -69,6 +70,11 @@ class Backend(Protocol):
     @property
     def ranks(self) -> Sequence[Mapping[str, int]]:
         """`pid` and `weight_bytes` of each rank; empty without ranks."""
+        ...
+
+    @property
+    def residency(self) -> Residency | None:
+        """Slots for experts that come and go; None if all experts stay where they compute."""
         ...
 
     @property

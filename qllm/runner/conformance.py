@@ -14,7 +14,7 @@ is bit by bit, and each run chooses its own tokens:
     B            prefill, parked at every boundary          decode, parked at every boundary
                  and after every few tasks of an op         and after every few tasks of an op
 
-If experts are in a file, all four passes go through the model together, layer by layer, so that
+If experts come and go, all four passes go through the model together, layer by layer, so that
 each expert is read once. Then the decode steps run over a given token, because no token is chosen
 before the last layer. A pass stops, uncut or not, where its experts are not in memory yet.
 """
@@ -94,20 +94,21 @@ def check(model: nn.Module, runner: "TorchRunner") -> None:
             layer and driver.
         ConfigError: There is too little KV.
     """
-    place = next(iter(all_in_file(model).values()), None)
+    place, residency = next(iter(all_in_file(model).values()), None), runner.residency
+    where = str(place.file.path) if place is not None else residency and residency.where
     tokens = _tokens(model, runner)
     with torch.inference_mode():
         _check_chunks(runner)
-        if place is None:
+        if where is None:
             _compare_with_model(model, runner, tokens)
         else:
             _log.warning(
                 "the start-up check compares parked passes with uncut ones, and not with "
                 "model.forward, because the experts are in %s",
-                place.file.path,
+                where,
             )
         with _probing(model, runner) as probe:
-            if (residency := runner.residency) is None:
+            if residency is None:
                 probe.compare_parked(tokens[:-1])
             else:
                 probe.compare_by_layer(tokens, residency)
@@ -373,8 +374,7 @@ class _Probe:
         for request_id in grains:  # a decode step follows its prefill through the layers
             self.runner.requests[request_id].kv.commit(length)
         next_a, next_b = (_Walk(self._begin(i, length, length + 1, grains[i])) for i in grains)
-        residency.leave()  # a decode step with its experts in memory would overtake its prefill
-        residency.enter()
+        residency.clear()  # a decode step with its experts in memory would overtake its prefill
         parked, residency.parks = residency.parks, True
         try:
             for walk in (first_a, first_b, next_a, next_b):

@@ -23,6 +23,7 @@ from qllm.runner.layers.attention import Span, Step
 from qllm.runner.layers.drivers import LayerDriver
 from qllm.runner.layers.work import Work
 from qllm.runner.protocol import Stop
+from qllm.runner.residency import Residency
 from qllm.runner.runner import TorchRunner
 from qllm.runner.sampling.sampler import Unread
 from qllm.runner.sweep import Amounts, Sweep, Swept
@@ -124,6 +125,12 @@ class CpuBackend:
     def drivers(self) -> tuple[LayerDriver, ...]:
         """Drivers of all layers that compute at the moment."""
         return self.compute.drivers
+
+    @property
+    def residency(self) -> Residency | None:
+        """Slots for experts of a file; None if all experts are in memory."""
+        held = (bank.residency for bank in self.compute.banks if bank is not None)
+        return next((one.all for one in held if one is not None), None)
 
     @property
     def is_native(self) -> bool:

@@ -2,12 +2,12 @@
 
 A slot has one expert, or is empty, or gets an expert that is being read. A pinned slot keeps its
 expert. Uses decide which expert another displaces (`qllm.runner.displacing`). The residency of a
-runner (`qllm.runner.residency`) has memory and a file in addition, and the simulator
-(`qllm.sim.experts`) has neither.
+runner (`qllm.runner.residency`) has memory in addition, and the simulator (`qllm.sim.experts`) has
+none.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence, Sized
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,17 +66,27 @@ class Placement(ABC):
     def name_of(self, layer: int) -> str:
         """Return the name of a layer's experts."""
 
+    @property
+    def cure(self) -> str:
+        """Advice for a read that takes too long."""
+        return "check the disk"
+
     @abstractmethod
-    def read(self, layer: int, expert: int, into: memoryview) -> None:
+    def read(self, layer: int, expert: int, into: Any) -> None:
         """Read an expert into the memory of a slot. Callable from any thread.
+
+        Args:
+            layer: Number of the layer.
+            expert: Number of the expert in its layer.
+            into: Result of `reserve`.
 
         Raises:
             ModelError: The expert cannot be read, or is damaged.
         """
 
     @abstractmethod
-    def _memory_of(self, layer: int, slot: int) -> memoryview:
-        """Return the memory of a slot, for an expert of a layer."""
+    def _memory_of(self, layer: int, slot: int) -> Sized:
+        """Return the memory of a slot, for an expert of a layer. Its length is its bytes."""
 
     @abstractmethod
     def _address_of(self, slot: int) -> int:
@@ -112,8 +122,8 @@ class Placement(ABC):
         gone = np.flatnonzero(self._slot_of[first : first + self._nums[layer]] == NONE)
         return [Wanted(layer, expert, first + expert) for expert in gone.tolist()]
 
-    def reserve(self, wanted: Wanted, slot: int) -> memoryview:
-        """Empty a slot for an expert, and pin the slot until `end_read`."""
+    def reserve(self, wanted: Wanted, slot: int) -> Sized:
+        """Empty a slot for an expert, and pin the slot until `end_read`. Return its memory."""
         self._empty(slot)
         self._pins[slot] += 1
         self._coming[slot] = wanted.number

@@ -121,9 +121,8 @@ class TorchRunner:
 
     @property
     def residency(self) -> Residency | None:
-        """Slots for experts of a file; None if all experts are in memory."""
-        held = (bank.residency for bank in self.backend.compute.banks if bank is not None)
-        return next((one.all for one in held if one is not None), None)
+        """Slots for experts that come and go; None if there are none."""
+        return self.backend.residency
 
     @property
     def cuts(self) -> CutRule:

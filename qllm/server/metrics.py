@@ -231,11 +231,14 @@ class Metrics:
         )
 
     def _make_experts(self) -> None:
-        """Make the metrics of experts that are in a file."""
+        """Make the metrics of experts that come and go."""
         self._experts = {
             name: self._counter(f"expert_{name}", text, "class")
             for name, text in (
-                ("loads", "Experts read from the file for passes of a class (max_expert_bytes)"),
+                (
+                    "loads",
+                    "Experts read, or copied to the GPU, for passes of a class (max_expert_bytes)",
+                ),
                 ("loaded_bytes", "Bytes of them"),
                 ("wait_seconds", "Time in which passes waited for them"),
             )
@@ -259,10 +262,10 @@ class Metrics:
         }
         self._ahead_before: dict[str, float] = dict.fromkeys(self._ahead, 0)
         self._resident = self._gauge(
-            "experts_resident_perc", "Part of the experts in memory, 0 to 1"
+            "experts_resident_perc", "Part of the experts where they compute, 0 to 1"
         )
         self._frames_wait = self._gauge(
-            "num_frames_waiting_for_experts", "Passes that wait for experts of the file"
+            "num_frames_waiting_for_experts", "Passes that wait for experts"
         )
 
     def _make_time(self) -> None:

@@ -223,7 +223,7 @@ class SimPlacement(Placement):
         """See `Placement.name_of`."""
         return f"layer {layer} of those with experts"
 
-    def read(self, layer: int, expert: int, into: memoryview) -> None:
+    def read(self, layer: int, expert: int, into: Any) -> None:
         """Do nothing: `VirtualReads` takes the time."""
 
     def _memory_of(self, layer: int, slot: int) -> memoryview:

@@ -122,8 +122,14 @@ def test_copies_of_kv_through_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not fake.locked
     with pytest.raises(DeviceError, match=r"cannot be page-locked .*cudaErrorMemoryAllocation"):
         streams.lock(2 << 20)
+    streams.lock_in_place(whole)
+    assert list(fake.locked.values()) == [whole.nbytes]
+    streams.unlock(whole)
+    assert not fake.locked
+    with pytest.raises(DeviceError, match=r"RAM for experts cannot be page-locked .*; free RAM"):
+        streams.lock_in_place(torch.empty(2 << 20, dtype=torch.uint8))
     monkeypatch.setattr("qllm.cuda.calls.DEFAULT", 0)
-    with pytest.raises(DeviceError, match="cudaErrorInvalidMemcpyDirection to a copy of KV"):
+    with pytest.raises(DeviceError, match="cudaErrorInvalidMemcpyDirection to a copy between"):
         streams.copy(to, source, SimpleNamespace(cuda_stream=5))
 
 

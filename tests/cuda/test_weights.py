@@ -166,7 +166,7 @@ def test_bytes_read_are_those_of_each_layer_and_grow_past_31_bits(
     read = 2 * sum(size * times for size, times in zip(sizes, (2, 3, 5, 7), strict=False))
     assert runner.expert_bytes == read
     for experts in layers.experts[:2]:
-        experts._hits.fill_(2**31 - 1)
+        experts.hits.fill_(2**31 - 1)
         experts.run(x, ids, torch.ones(1, 2), torch.tensor([1]))
     assert runner.expert_bytes == (2**31 + 1) * sum(set(sizes))
     layers.forget_bytes()

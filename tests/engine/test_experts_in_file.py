@@ -150,7 +150,7 @@ def test_settings_put_experts_into_a_folder(tmp_path: Path) -> None:
             assert stats["slot_bytes"] == stats["slots"] * slot
             assert (stats["file_bytes"], Path(stats["file"]).parent) == (total, experts)
             assert engine.watch()["experts"].keys() == stats.keys()
-            assert experts_line(engine.stats()).startswith(f"room for {stats['slots']} of 16 in")
+            assert experts_line(engine.stats()).startswith(f"room for {stats['slots']} of 16 at")
     names = [path.name for path in experts.iterdir() if path.suffix != ".lock"]
     assert len(names) == 1, "the second engine reads the file of the first"
     assert names[0].endswith(".experts")
@@ -266,7 +266,6 @@ def test_a_full_disk_is_named_before_anything_is_written(
         ({"max_expert_bytes": -5, "expert_dir": "x"}, "max_expert_bytes=-5 must be"),
         ({"max_expert_bytes": True, "expert_dir": "x"}, "max_expert_bytes=True must be"),
         ({"max_expert_bytes": "many", "expert_dir": "x"}, "max_expert_bytes='many' must be"),
-        ({"max_expert_bytes": "1GiB"}, "max_expert_bytes=1073741824 needs expert_dir, too"),
         ({"expert_dir": "x"}, "expert_dir='x' needs max_expert_bytes, too"),
         ({"max_expert_bytes": "1GiB", "expert_dir": ""}, "expert_dir='' must be None or the path"),
         (
@@ -285,8 +284,6 @@ def test_settings_that_need_a_load_or_a_cpu_are_refused(tmp_path: Path) -> None:
     model = loaded(saved(tmp_path))[0]
     with pytest.raises(ConfigError, match="is for a model that the engine loads; use from_pre"):
         QLLMEngine.from_model(model, **SETTINGS, **own)
-    with pytest.raises(ConfigError, match="max_expert_bytes=1048576 is for the CPU"):
-        EngineConfig(**own).check_place("process", "cuda")
     wanted = "max_expert_bytes=1048576: a .* has all experts in memory; leave it"
     with pytest.raises(ConfigError, match=wanted):
         calibrate("1m", config=EngineConfig(**own))

@@ -19,7 +19,7 @@ from qllm.kernels.routing import (
 from qllm.kernels.tiles import Query, tiles_of
 from qllm.kernels.triton import attention, moe, norm, rope
 from tests.support.interpret import DEVICES, unwritten
-from tests.support.triton_cases import DTYPES, FEW, Noise, cache, close
+from tests.support.triton_cases import DTYPES, FEW, Noise, cache, close, elsewhere
 
 
 @DEVICES
@@ -222,6 +222,42 @@ def test_experts(
         assert (out[int(num_live) :] == 0).all()
         outs.append(out)
     close(*outs)
+
+
+@DEVICES
+@FEW
+@given(
+    num=st.sampled_from([1, 7, 60]),
+    sizes=st.sampled_from([(16, 16), (40, 24), (96, 48)]),
+    oss=st.booleans(),
+    dtype=DTYPES,
+    seed=st.integers(0, 99),
+)
+def test_experts_at_other_places_have_the_same_bits(
+    device: str, num: int, sizes: tuple[int, int], oss: bool, dtype: torch.dtype, seed: int
+) -> None:
+    """An id of -1 is no expert, so the experts of a layer can run in any parts."""
+    noise, experts = Noise(seed, device), 5
+    weights = experts_of(noise, experts, *sizes, oss, dtype)
+    places = noise.order(experts + 3)[:experts]
+    up, down = weights.up_EFD, weights.down_EDI
+    up = elsewhere(up.transpose(1, 2), places).transpose(1, 2) if oss else elsewhere(up, places)
+    placed = weights._replace(up_EFD=up, down_EDI=elsewhere(down, places), place_E=places)
+    assert placed.num_experts == experts
+    assert placed.bytes_per_expert == weights.bytes_per_expert
+    x = noise(num, sizes[0], dtype=dtype)
+    ids = torch.stack([noise.order(experts)[:2] for _ in range(num)])
+    live, hits = (torch.tensor([n], dtype=torch.int32, device=device) for n in (num, 0))
+    for kernels in (moe, reference):
+        wanted, found = (
+            torch.full((num, 2, sizes[0]), 7.0, dtype=dtype, device=device) for _ in range(2)
+        )
+        routing = kernels.route(ids, live, experts, hits)
+        kernels.run_experts(x, weights, routing, 0, experts, wanted)
+        for part in (ids % 2 == 0, ids % 2 == 1):
+            routing = kernels.route(torch.where(part, ids, -1), live, experts, hits)
+            kernels.run_experts(x, placed, routing, 0, experts, found)
+        assert torch.equal(found, wanted)
 
 
 def test_tiles_of_an_expert_run_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from qllm.kernels.triton import moe
 from qllm.models.weights.quantised_weights import DeviceWeights
 from tests.support.interpret import DEVICES
 from tests.support.quantised_products import quantised
-from tests.support.triton_cases import FEW, Noise, close
+from tests.support.triton_cases import FEW, Noise, close, elsewhere
 
 
 def stack(
@@ -77,12 +77,25 @@ def test_products_of_codes_are_those_of_their_values(
     ids = torch.arange(num, device=device).remainder(experts)[:, None]
     one, hits = (torch.tensor([n], dtype=torch.int32, device=device) for n in (num, 0))
     routing = moe.route(ids, one, experts, hits)
+    places = torch.tensor([3, 1], device=device)
+    far = [
+        one._replace(
+            codes=elsewhere(one.codes, places),
+            scale_NG=elsewhere(one.scale_NG, places),
+            offset_NG=None if one.offset_NG is None else elsewhere(one.offset_NG, places),
+        )
+        for one in (up, down)
+    ]
+    placed = codes._replace(
+        up_EFD=far[0].codes, down_EDI=far[1].codes, packed=(far[0], far[1]), place_E=places
+    )
     outs = []
-    for kernels, weights in ((moe, codes), (moe, values), (reference, codes)):
+    for kernels, weights in ((moe, codes), (moe, values), (reference, codes), (moe, placed)):
         slots = torch.full((num, top_k, width), math.nan, dtype=torch.bfloat16, device=device)
         kernels.run_experts(x, weights, routing, 0, experts, slots)
         outs.append(slots)
     assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[3]), "codes that lie elsewhere"
     close(outs[0], outs[2])
 
 

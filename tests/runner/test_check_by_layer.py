@@ -51,8 +51,8 @@ def assert_checked_with_one_read_each(
     reads.num_bytes = 0
     check(runner.model, runner)
     assert set(reads.values()) == {1}
-    assert {layer for layer, _ in reads} == set(range(len(residency.file.layers)))
-    assert reads.num_bytes <= residency.file.num_bytes
+    assert {layer for layer, _ in reads} == set(range(len(residency.layers)))
+    assert reads.num_bytes <= residency.stored_bytes
     assert not residency.parks
     assert not runner.frames
     assert not runner.requests
@@ -109,8 +109,8 @@ def test_a_start_reads_the_file_at_most_once(
 
 def test_a_damaged_expert_is_named(tmp_path: Path) -> None:
     runner = in_slots(saved(tmp_path), 4)
-    place = residency_of(runner).file.layers[1].place(2)
-    path = residency_of(runner).file.path
+    layer: Any = residency_of(runner).layers[1]
+    place, path = layer.place(2), Path(residency_of(runner).where)
     with path.open("r+b") as out:
         out.seek(place)
         before = out.read(1)

@@ -19,7 +19,7 @@ from qllm.models.weights.expert_file import (
     written,
 )
 from qllm.runner.displacing import HALF_LIFE, LEAST_SCORE
-from qllm.runner.residency import LayerResidency, Residency
+from qllm.runner.residency import FileResidency, LayerResidency, Residency
 
 SAYS = {"weights": "a"}
 NUM = (5, 4)
@@ -51,7 +51,7 @@ def file(tmp_path: Path) -> Iterator[ExpertFile]:
 
 
 def entered(file: ExpertFile, num_slots: int) -> tuple[Residency, list[LayerResidency]]:
-    residency = Residency(file, num_slots * SLOT, 2)
+    residency = FileResidency(file, num_slots * SLOT, 2)
     residency.enter()
     return residency, [residency.layer(i) for i in range(len(LAYERS))]
 
@@ -231,14 +231,14 @@ def test_a_budget_without_room_for_one_token_is_refused(file: ExpertFile, num_by
         rf"give at least {2 * SLOT}, or {ALL} for all experts"
     )
     with pytest.raises(ConfigError, match=wanted):
-        Residency(file, num_bytes, 2)
+        FileResidency(file, num_bytes, 2)
 
 
 @pytest.mark.parametrize(("num_bytes", "num_slots"), [(2 * SLOT, 2), (ALL - 1, 6), (ALL, 0)])
 def test_a_budget_has_slots_until_all_experts_fit(
     file: ExpertFile, num_bytes: int, num_slots: int
 ) -> None:
-    residency = Residency(file, num_bytes, 2)
+    residency = FileResidency(file, num_bytes, 2)
     assert (residency.num_slots, residency.has_all) == (num_slots, num_slots == 0)
     assert residency.num_experts == sum(NUM)
 

@@ -16,7 +16,7 @@ from qllm.models.weights.expert_file import (
     written,
 )
 from qllm.runner.protocol import Stop
-from qllm.runner.residency import Missing, Residency
+from qllm.runner.residency import FileResidency, Missing, Residency
 from qllm.scheduler.program import Index, OpKind, Program
 from qllm.scheduler.scheduler import Scheduler
 from qllm.sim.runner import SimCosts
@@ -138,7 +138,7 @@ class WaitWorld(World):
         )
         runner.poisoned = {}
         file = file_of(folder, num_layers)
-        self.residency = runner.residency = Residency(file, num_slots * SLOT_BYTES, TOP_K)
+        self.residency = runner.residency = FileResidency(file, num_slots * SLOT_BYTES, TOP_K)
         self.residency.enter()
         runner.experts_of = experts_of
         self.runner: MissingRunner = runner

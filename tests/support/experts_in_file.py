@@ -133,8 +133,7 @@ def residency_of(runner: TorchRunner) -> Residency:
 def draw_residents(runner: TorchRunner, rng: random.Random) -> None:
     """Put a drawn set of experts in memory, and no others."""
     residency = residency_of(runner)
-    residency.leave()
-    residency.enter()
+    residency.clear()
     banks = [bank.residency for bank in runner.backend.compute.banks if bank is not None]
     for layer in rng.sample(banks, rng.randint(0, len(banks))):
         assert layer is not None

@@ -2,13 +2,16 @@
 
 What computes runs at once, as it is launched. A copy runs when something that waits for it runs,
 no sooner; so whoever forgets to wait finds what was there before. Beside that every access to a
-page or to a slot is compared with all others before it: two that touch the same bytes, one of them
-writing, must be ordered by streams and events, however the device would have timed them (vector
-clocks; a race is raised at the second access). `FakeStreams` is a `StreamApi`.
+page or to a slot (of KV on the host, of an expert on the device) is compared with all others before
+it: two that touch the same bytes, one of them writing, must be ordered by streams and events,
+however the device would have timed them (vector clocks; a race is raised at the second access).
+`FakeStreams` is a `StreamApi`, which several threads may call.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from threading import RLock
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,7 +22,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from qllm.cuda import backend
 from qllm.cuda.lanes import Lane
 from qllm.cuda.stages import Key, Stages
+from qllm.kernels.routing import ExpertWeights, Routing
 from qllm.kernels.select import Kernels
+from qllm.models.weights.quantised_weights import tensors_of
 
 Clock = Counter[str]
 
@@ -56,12 +61,30 @@ class Accesses:
         self.reads: dict[str, int] = {}
 
 
-class FakeStreams:
-    """Two streams for copies, beside one that computes and the host."""
+def _alone(call: Any) -> Any:
+    """Let one thread at a time make a call."""
 
-    def __init__(self) -> None:
+    @wraps(call)
+    def called(self: Any, *given: Any, **more: Any) -> Any:
+        with self.lock_of_calls:
+            return call(self, *given, **more)
+
+    return called
+
+
+class FakeStreams:
+    """Streams for copies, beside one that computes and the host.
+
+    Args:
+        names: Names of the streams in turn. Streams of one name count as one.
+    """
+
+    def __init__(self, names: Sequence[str] = ("out", "in")) -> None:
+        self.lock_of_calls, self._names = RLock(), names
         self.compute, self.host = Stream("compute"), Stream("host")
         self.streams: list[Stream] = []
+        self.locked: dict[int, int] = {}
+        """Bytes of memory that is page-locked where it was, by address."""
         self.page_size = 0
         self.accesses: dict[int, Accesses] = {}
         """By address."""
@@ -75,16 +98,18 @@ class FakeStreams:
     # -- the api
 
     def new_stream(self) -> Stream:
-        self.streams.append(Stream(("out", "in")[len(self.streams) % 2]))
+        self.streams.append(Stream(self._names[len(self.streams) % len(self._names)]))
         return self.streams[-1]
 
-    def record(self, stream: Stream | None) -> Event:
+    @_alone
+    def record(self, stream: Stream | None, *, sleeps: bool = False) -> Event:
         where = stream or self.compute
         event = Event(Clock(where.clock), [stream is None], stream)
         if stream is not None:
             stream.queue.append(lambda: event.done.__setitem__(0, True))
         return event
 
+    @_alone
     def wait(self, stream: Stream | None, event: Event) -> None:
         where = stream or self.compute
         where.clock |= event.clock
@@ -98,11 +123,13 @@ class FakeStreams:
             assert event.stream is not None
             event.stream.run_until(event.done)
 
+    @_alone
     def finish(self, event: Event) -> None:
         self.finishes += 1
         self._have(event)
         self.host.clock |= event.clock
 
+    @_alone
     def copy(self, to: Tensor, source: Tensor, stream: Stream) -> None:
         assert to.shape == source.shape
         assert all(x[0].is_contiguous() for x in (to, source))
@@ -117,8 +144,13 @@ class FakeStreams:
         self._locked = [*getattr(self, "_locked", []), memory]
         return memory
 
+    def lock_in_place(self, memory: Tensor) -> None:
+        assert memory.data_ptr() not in self.locked, "memory is page-locked twice"
+        self.locked[memory.data_ptr()] = memory.nbytes
+
     def unlock(self, memory: Tensor) -> None:
         assert not any(stream.queue for stream in self.streams), "memory under copy is given back"
+        self.locked.pop(memory.data_ptr(), None)
         self.unlocked += 1
 
     # -- who touches what
@@ -128,6 +160,7 @@ class FakeStreams:
         stream.clock |= self.host.clock
         stream.clock[stream.name] += 1
 
+    @_alone
     def access(self, stream: Stream, resource: int, writes: bool) -> None:
         """Note an access; it must be after those that conflict with it."""
         seen = self.accesses.setdefault(resource, Accesses())
@@ -175,13 +208,32 @@ class FakeStreams:
                 self.computes(k, pages, writes=False)
             kernels.attend(q, k, v, tables, tiles, **how)
 
+        def run_experts(
+            x: Tensor, weights: ExpertWeights, routing: Routing, lo: int, hi: int, out: Tensor
+        ) -> None:
+            if weights.place_E is not None and not capturing():
+                self._reads_slots(weights, routing.counts_E[lo:hi], lo)
+            kernels.run_experts(x, weights, routing, lo, hi, out)
+
         watched = {"rotate_and_write": rotate_and_write, "write_latents": write_latents}
+        watched["run_experts"] = run_experts
         return kernels._replace(write=write, attend=attend, **watched)
 
     def _writes(self, k: Tensor, v: Tensor, slots_T: Tensor, capturing: Callable[[], bool]) -> None:
         if not capturing():
             pages = [s // self.page_size for s in slots_T.tolist() if s >= 0]
             self.computes(k, pages, writes=True)
+
+    def _reads_slots(self, weights: ExpertWeights, counts_E: Tensor, lo: int) -> None:
+        """What computes reads the slots of experts that have tokens."""
+        assert weights.place_E is not None
+        self._launch(self.compute)
+        packed = weights.packed or ()
+        stacks = [stack for one in packed for stack in tensors_of(one)]
+        for expert in counts_E.nonzero()[:, 0].tolist():
+            place = int(weights.place_E[lo + expert])
+            for stack in stacks or (weights.up_EFD, weights.down_EDI):
+                self.access(self.compute, stack[place].data_ptr(), writes=False)
 
     def replays(self, lane: Lane, key: Key, memory: Tensor) -> None:
         """A stage is replayed on what its lane holds."""

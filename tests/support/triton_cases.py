@@ -30,6 +30,15 @@ class Noise:
         return torch.randperm(num, generator=self.generator).to(self.device)
 
 
+def elsewhere(stack: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Put each entry of a stack at its place among others, which are far apart and all ones."""
+    num, size = int(places.max()) + 2, stack[0].nbytes
+    room = torch.full((num, size + 256), 0xFF, dtype=torch.uint8, device=stack.device)
+    bits = stack.contiguous().view(torch.uint8).view(len(stack), size)
+    room[places, :size] = bits
+    return room.view(stack.dtype)[:, : stack[0].numel()].unflatten(1, stack.shape[1:])
+
+
 def cache(
     noise: Noise,
     lengths: list[int],

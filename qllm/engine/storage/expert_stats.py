@@ -1,4 +1,4 @@
-"""The statistics of experts that are in a file."""
+"""The statistics of experts that come and go."""
 
 from typing import Any
 
@@ -16,8 +16,8 @@ def expert_stats(residency: Residency | None, waits: ExpertWaits | None) -> dict
     if residency is None:
         return {}
     return {
-        "file": str(residency.file.path),
-        "file_bytes": residency.file.num_bytes,
+        "file": residency.where,
+        "file_bytes": residency.stored_bytes,
         "slot_bytes": residency.num_bytes,
         "resident": residency.num_resident,
         "slots": residency.num_slots,

@@ -9,8 +9,9 @@ waits for a read.
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
+from typing import Any
 
 from qllm.runner.displacing import Use
 from qllm.runner.placing import Wanted
@@ -103,7 +104,7 @@ class ExpertRead:
 
     wanted: Wanted
     slot: int
-    into: memoryview
+    into: Sized
     """Memory of the slot. It exists until the read has ended, even if the slots are freed."""
     tickets: list[Ticket]
     """Frames that wait for the expert."""
@@ -139,7 +140,7 @@ class ReadThreads(DiskThreads):
 
     def __init__(
         self,
-        read: Callable[[int, int, memoryview], None],
+        read: Callable[[int, int, Any], None],
         wake: Callable[[], None],
         now_ns: Callable[[], int],
         order: DiskOrder,

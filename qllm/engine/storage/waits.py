@@ -432,7 +432,7 @@ class ExpertWaits:
         layer, expert, _ = read.wanted
         return ModelError(
             f"expert {expert} of {self._residency.name_of(layer)} was not read within "
-            f"{self._deadline_ns / NS_PER_S:g} s; check the disk"
+            f"{self._deadline_ns / NS_PER_S:g} s; {self._residency.cure}"
         )
 
     def _failed(self) -> Iterator[tuple[Parked, Exception]]:

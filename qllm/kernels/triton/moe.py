@@ -139,17 +139,20 @@ def _values(
 @triton.jit
 def _up(
     x, w, shared, bias, scale, offset, h, order, tile_start, tile_expert, tile_row, tile_end, lo,
-    hi, x_t, w_e, w_f, w_d, bias_e, scale_e, scale_f,
+    hi, places, x_t, w_e, w_f, w_d, bias_e, scale_e, scale_f,
     D: tl.constexpr, I: tl.constexpr, K: tl.constexpr, E: tl.constexpr, S: tl.constexpr,
     F_STEP: tl.constexpr, F_UP: tl.constexpr, HAS_BIAS: tl.constexpr, GPT_OSS: tl.constexpr,
     IEEE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    CODE: tl.constexpr, GROUP: tl.constexpr, HAS_OFFSET: tl.constexpr,
+    PLACED: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr, HAS_OFFSET: tl.constexpr,
 ):  # fmt: skip
     tile = tl.load(tile_start + lo) + tl.program_id(0)
     if tile >= tl.load(tile_start + hi):
         return
     precision: tl.constexpr = "ieee" if IEEE else "tf32"
     expert = tl.load(tile_expert + tile).to(tl.int64)
+    stored = expert
+    if PLACED:
+        stored = tl.load(places + expert)
     place = tl.load(tile_row + tile) + tl.arange(0, BLOCK_M)
     is_row = place < tl.load(tile_end + tile)
     tok = (tl.load(order + place, mask=is_row, other=0) // K).to(tl.int64)
@@ -161,10 +164,10 @@ def _up(
     if INTERLEAVED:  # gate and up alternate, so one wide load reads 2 * BLOCK_N neighbours
         f = tl.program_id(1) * (2 * BLOCK_N) + tl.arange(0, 2 * BLOCK_N)
         is_f = f < 2 * I
-        both_at = w + expert * w_e + f[None, :] * w_f + d[:, None] * w_d
+        both_at = w + stored * w_e + f[None, :] * w_f + d[:, None] * w_d
         both = tl.zeros([BLOCK_M, 2 * BLOCK_N], tl.float32)
     else:
-        own, ups = w + expert * w_e, F_UP * w_f
+        own, ups = w + stored * w_e, F_UP * w_f
         if S > 0:
             if expert >= E:
                 own = shared + (expert - E) * I * w_f
@@ -177,8 +180,8 @@ def _up(
         is_in = d < D - k
         xx = tl.load(x_at + k, mask=is_row[:, None] & is_in[None, :], other=0.0)
         if CODE > 0:
-            gate_w, gate_s = w + expert * w_e, scale + expert * scale_e
-            gate_o = offset + expert * scale_e
+            gate_w, gate_s = w + stored * w_e, scale + stored * scale_e
+            gate_o = offset + stored * scale_e
             ww = _values(gate_w, gate_s, gate_o, n, k, is_col, w_f, scale_f, D, CODE, GROUP,
                          HAS_OFFSET, BLOCK_N, BLOCK_K)  # fmt: skip
             gate += tl.dot(xx, ww)
@@ -223,10 +226,10 @@ def _up(
 @triton.jit
 def _down(
     h, w, shared, bias, scale, offset, slots, order, tile_start, tile_expert, tile_row, tile_end,
-    lo, hi, w_e, w_d, w_i, bias_e, scale_e, scale_d,
+    lo, hi, places, w_e, w_d, w_i, bias_e, scale_e, scale_d,
     D: tl.constexpr, I: tl.constexpr, E: tl.constexpr, S: tl.constexpr, HAS_BIAS: tl.constexpr,
     IEEE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PLACED: tl.constexpr,
     CODE: tl.constexpr, GROUP: tl.constexpr, HAS_OFFSET: tl.constexpr,
 ):  # fmt: skip
     tile = tl.load(tile_start + lo) + tl.program_id(1)
@@ -234,6 +237,9 @@ def _down(
         return
     precision: tl.constexpr = "ieee" if IEEE else "tf32"
     expert = tl.load(tile_expert + tile).to(tl.int64)
+    stored = expert
+    if PLACED:
+        stored = tl.load(places + expert)
     place = tl.load(tile_row + tile) + tl.arange(0, BLOCK_M)
     is_row = place < tl.load(tile_end + tile)
     slot = tl.load(order + place, mask=is_row, other=0).to(tl.int64)
@@ -241,7 +247,7 @@ def _down(
     is_col = n < D
     i = tl.arange(0, BLOCK_K)
     h_at = h + place.to(tl.int64)[:, None] * I + i[None, :]
-    own, row = w + expert * w_e, w_d
+    own, row = w + stored * w_e, w_d
     if S > 0:
         if expert >= E:
             own = shared + (expert - E) * I
@@ -252,7 +258,7 @@ def _down(
         is_in = i < I - k
         hh = tl.load(h_at + k, mask=is_row[:, None] & is_in[None, :], other=0.0)
         if CODE > 0:
-            ww = _values(w + expert * w_e, scale + expert * scale_e, offset + expert * scale_e, n,
+            ww = _values(w + stored * w_e, scale + stored * scale_e, offset + stored * scale_e, n,
                          k, is_col, w_d, scale_d, I, CODE, GROUP, HAS_OFFSET, BLOCK_N,
                          BLOCK_K)  # fmt: skip
         else:
@@ -382,10 +388,11 @@ def run_experts(
     meta = {
         "IEEE": x_TD.dtype is torch.float32, "D": width, "I": inner, "BLOCK_M": rows,
         "BLOCK_N": block_n, "BLOCK_K": block_k, "num_warps": warps, "E": weights.num_experts,
-        "S": weights.num_shared,
+        "S": weights.num_shared, "PLACED": weights.place_E is not None,
         "num_stages": 4 if rows == 16 else 3,
     }  # fmt: skip
-    plan = (routing.order_S, *routing[3:], lo, hi)
+    places = routing.order_S if weights.place_E is None else weights.place_E
+    plan = (routing.order_S, *routing[3:], lo, hi, places)
     packed_up, packed_down = weights.packed or (None, None)
     (*up_worths, up_e, up_f), up_how = _of_codes(packed_up, x_TD)
     (*down_worths, down_e, down_d), down_how = _of_codes(packed_down, x_TD)

@@ -145,7 +145,7 @@ class OnDemand:
 
     def stored(self, expert: int) -> list[Tensor]:
         """Return both weights of an expert that is not quantised, as the parameters have them."""
-        return self._as_parameters(*map(_plain, self._read(expert)))
+        return as_parameters(self._module, *map(_plain, self._read(expert)))
 
     def ends(self) -> list[list[Tensor]]:
         """Return each weight of the first and of the last expert, as a load without ranks has it.
@@ -189,13 +189,7 @@ class OnDemand:
         up = torch.empty((2 * width, hidden), dtype=torch.bfloat16)
         down = torch.empty((hidden, width), dtype=torch.bfloat16)
         self.packed([expert], None, None).unpack(0, up, down)
-        return self._as_parameters(up, down)
-
-    def _as_parameters(self, up: Tensor, down: Tensor) -> list[Tensor]:
-        module = self._module
-        if not module.is_concatenated:
-            up = torch.stack(up.chunk(2), dim=1).flatten(0, 1)
-        return [w.t().contiguous() if module.is_transposed else w for w in (up, down)]
+        return as_parameters(self._module, up, down)
 
     def forward(self) -> Any:
         """Return the module's forward."""
@@ -248,6 +242,19 @@ class OnDemand:
         finally:
             held.leave()
             module.forward = forward
+
+
+def as_parameters(module: Any, up: Tensor, down: Tensor) -> list[Tensor]:
+    """Return both weights of an expert as the parameters of its module have them.
+
+    Args:
+        module: Experts of transformers.
+        up: Weight with outputs as rows, the gate's first.
+        down: Weight with outputs as rows.
+    """
+    if not module.is_concatenated:
+        up = torch.stack(up.chunk(2), dim=1).flatten(0, 1)
+    return [w.t().contiguous() if module.is_transposed else w for w in (up, down)]
 
 
 def leave_for_ranks(module: Any, weights: OnDemand) -> None:

@@ -21,7 +21,13 @@ from qllm.kernels.cpu.quantised import problem_of
 from qllm.kernels.quantised import Quantised
 from qllm.models.weights.expert_file import all_in_file
 from qllm.models.weights.on_demand import all_on_demand
-from qllm.models.weights.quantised_experts import ATTRIBUTE, QuantisedExperts, all_quantised
+from qllm.models.weights.on_host import bytes_in_slots, on_host
+from qllm.models.weights.quantised_experts import (
+    ATTRIBUTE,
+    WEIGHTS,
+    QuantisedExperts,
+    all_quantised,
+)
 from qllm.models.weights.quantised_weights import checksum, sample_of, tensors_of
 
 
@@ -105,10 +111,18 @@ def is_read(module: Any) -> bool:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Return the bytes of a model's weights in memory; quantised weights count as stored."""
-    plain = sum(p.nbytes for p in model.parameters() if p.device.type != "meta")
+    """Return the bytes of a model's weights where it computes; quantised weights count as stored.
+
+    Of experts that come and go, these are the most that are there at a time.
+    """
+    hosts = [module for module in model.modules() if on_host(module) is not None]
+    apart = {id(module._parameters[name]) for module in hosts for name in WEIGHTS}
+    whole = [p for p in model.parameters() if p.device.type != "meta" and id(p) not in apart]
+    plain = sum(p.nbytes for p in whole) + bytes_in_slots(model)
+    quantised = all_quantised(model).items()
     held: list[QuantisedExperts | QuantisedLinear]
-    held = [*all_quantised(model).values(), *all_linears(model).values()]
+    held = [one for path, one in quantised if model.get_submodule(path) not in hosts]
+    held += all_linears(model).values()
     # a runner has this much of the experts that are in a file
     found = [min(p.max_bytes, p.file.num_bytes) for p in all_in_file(model).values()]
     plain += sum(one.num_bytes for one in all_on_demand(model).values())

@@ -131,15 +131,16 @@ class DeviceWeights(_Weights):
 
     def __init__(self, num: int, like: Quantised, device: torch.device) -> None:
         super().__init__(num, like)
-
-        def room(one: Tensor) -> Tensor:
-            return torch.empty((num, *one.shape), dtype=one.dtype, device=device)
-
-        offset = None if like.offset_NG is None else room(like.offset_NG)
+        self._device = device
+        offset = None if like.offset_NG is None else self._empty(like.offset_NG)
         self.whole = like._replace(
-            codes=room(like.codes), scale_NG=room(like.scale_NG), offset_NG=offset
+            codes=self._empty(like.codes), scale_NG=self._empty(like.scale_NG), offset_NG=offset
         )
         """All weights, as a stack."""
+
+    def _empty(self, like: Tensor) -> Tensor:
+        """Return memory for tensors like this one of all weights."""
+        return torch.empty((self.num, *like.shape), dtype=like.dtype, device=self._device)
 
     def take(self, first: int, weights: Sequence[Sequence[Quantised]]) -> None:
         """Store some of the weights, see `Weights.take`."""

@@ -28,7 +28,7 @@ from qllm.runner.layers.native_experts import NativeBank, RankBank, is_covered
 from qllm.runner.layers.quantised_bank import OnAccess, QuantisedBank, dequantised
 from qllm.runner.layers.rows import PLAIN, RowRule
 from qllm.runner.layers.work import Bank, Unit, Work
-from qllm.runner.residency import Residency
+from qllm.runner.residency import FileResidency
 
 
 class TorchBank:
@@ -189,10 +189,10 @@ def expert_banks(
     return tuple(None if m is None else bank(m) for m in modules)
 
 
-def _residency_of(modules: Sequence[nn.Module | None], top_k: int) -> Residency | None:
+def _residency_of(modules: Sequence[nn.Module | None], top_k: int) -> FileResidency | None:
     """Return the residency of the experts of all layers; None if they are not in a file."""
     place = next((found for module in modules if (found := in_file(module)) is not None), None)
-    return None if place is None else Residency(place.file, place.max_bytes, top_k)
+    return None if place is None else FileResidency(place.file, place.max_bytes, top_k)
 
 
 def _refuse_others(modules: Sequence[nn.Module | None], native: bool, expert_weights: str) -> None:

@@ -12,7 +12,7 @@ from qllm.kernels.quantised import Code, Quantised
 from qllm.models.discover import PACKED
 from qllm.models.weights.expert_file import CodeFormat, InFile, room_for
 from qllm.runner.layers.native_experts import NativeBank
-from qllm.runner.residency import Residency
+from qllm.runner.residency import FileResidency
 
 
 class FileBank(NativeBank):
@@ -26,7 +26,7 @@ class FileBank(NativeBank):
     """
 
     def __init__(
-        self, module: Any, place: InFile, residency: Residency, activations: str = "bf16"
+        self, module: Any, place: InFile, residency: FileResidency, activations: str = "bf16"
     ) -> None:
         super().__init__(module)
         self._all, self._number, self._layer = residency, place.number, place.layer

@@ -67,10 +67,10 @@ def ranks_line(stats: Mapping[str, Any]) -> str:
 
 
 def experts_line(stats: Mapping[str, Any]) -> str:
-    """Return how many experts have room in memory, and the file of all."""
+    """Return how many experts have room where they compute, and the place of all."""
     told = stats["experts"]
     return (
-        f"room for {told['slots']:,} of {told['experts']:,} in memory "
+        f"room for {told['slots']:,} of {told['experts']:,} at a time "
         f"({shown_bytes(told['slot_bytes'])}); all are in {told['file']} "
         f"({shown_bytes(told['file_bytes'])})"
     )
