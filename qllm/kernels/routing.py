@@ -129,11 +129,18 @@ class ExpertWeights(NamedTuple):
     packed: tuple[Quantised, Quantised] | None = None
     """Up and down weights as contiguous stacks of quantised weights. `up_EFD` and `down_EDI` are
     the codes of these stacks."""
+    share: tuple[int, int] | None = None
+    """First expert of the weights, and E, if the weights are those of one rank; None is all."""
+
+    @property
+    def first(self) -> int:
+        """Number of the first expert that the weights contain."""
+        return 0 if self.share is None else self.share[0]
 
     @property
     def num_experts(self) -> int:
-        """Number of experts E, without the shared ones."""
-        return self.up_EFD.shape[0]
+        """Number of experts E of the layer, without the shared ones."""
+        return self.up_EFD.shape[0] if self.share is None else self.share[1]
 
     @property
     def num_shared(self) -> int:

@@ -112,7 +112,8 @@ def load(
         experts: Place of the experts outside the model; None keeps them in the model.
         expert_place: Folder for the experts, and most bytes of experts in memory, in place of
             `experts`. If all experts fit, they stay in the model.
-        tp: Number of ranks that will share the model. Several ranks read their own experts later.
+        tp: Number of ranks that will share the model. Several ranks on the CPU read their own
+            experts later.
         depth: Number of layers to load; the others are not read. None loads the whole model.
 
     Raises:
@@ -134,7 +135,7 @@ def load(
             f"experts in a file are read from a checkpoint into RAM: load_format={load_format!r} "
             f"on device={str(device)!r} has none; use load_format='auto' on the CPU"
         )
-    if tp > 1 and experts is None and not dummy:
+    if tp > 1 and experts is None and not dummy and place.type == "cpu":
         experts = ExpertsOnDemand()
     name, folder = locate(os.fspath(name_or_path), weights=not dummy, code=trust_remote_code)
     config = _config(name, folder, trust_remote_code)

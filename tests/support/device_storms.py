@@ -17,11 +17,11 @@ BUCKETS = [Bucket(8, False), Bucket(96, True)]
 SAMPLING = SamplingParams(temperature=0.7, top_p=0.95, seed=3, ignore_eos=True)
 
 
-def on_device(monkeypatch: pytest.MonkeyPatch, fakes: list[FakeCuda]) -> None:
+def on_device(monkeypatch: pytest.MonkeyPatch, fakes: list[FakeCuda], tp: int = 1) -> None:
     def make(model: Any, config: Any) -> TorchRunner:
         fakes.append(FakeCuda())
         return cuda_runner(
-            model, num_pages=config.num_blocks, page_size=config.block_size, max_num_seqs=8,
+            model, tp=tp, num_pages=config.num_blocks, page_size=config.block_size, max_num_seqs=8,
             max_total_tokens=128, graphs=fakes[-1], buckets=BUCKETS, layers_per_stage=1,
         )  # fmt: skip
 

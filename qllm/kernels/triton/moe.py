@@ -385,6 +385,8 @@ def run_experts(
         "S": weights.num_shared,
         "num_stages": 4 if rows == 16 else 3,
     }  # fmt: skip
+    if weights.first:  # the kernels look up experts by their place in the weights
+        routing = routing._replace(tile_expert=routing.tile_expert - weights.first)
     plan = (routing.order_S, *routing[3:], lo, hi)
     packed_up, packed_down = weights.packed or (None, None)
     (*up_worths, up_e, up_f), up_how = _of_codes(packed_up, x_TD)
