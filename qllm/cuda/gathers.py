@@ -67,7 +67,7 @@ class OneDevice:
     is_captured = True
 
     def __init__(self, device: torch.device, num: int) -> None:
-        self.devices = (device,) * num
+        self.devices: Sequence[torch.device] = (device,) * num
         self.kind = f"{num} on one device, copies"
 
     def on(self, rank: int) -> AbstractContextManager[Any]:
@@ -104,7 +104,7 @@ class Nccl:
     is_captured = False
 
     def __init__(self, devices: Sequence[torch.device], calls: Any = None) -> None:
-        self.devices = tuple(devices)
+        self.devices: Sequence[torch.device] = tuple(devices)
         if calls is None:
             import torch.cuda.nccl as calls
         self._calls, self.kind = calls, f"{len(self.devices)} devices, NCCL"

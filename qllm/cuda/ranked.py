@@ -115,9 +115,9 @@ class RankAttention:
             ranges = [share.kv_heads if i else share.heads for share in self._shares]
             parts, whole, end = self._gathers.to_owner([own[i] for own in projected]), [], 0
             for heads, part in zip(ranges, parts, strict=True):
-                if heads.stop > end:  # others have a copy of these heads
-                    whole.append(part[:, (end - heads.start) * self._width :])
-                    end = heads.stop
+                seen = end - heads.start  # heads of which an earlier rank has a copy
+                whole.append(part[:, seen * self._width :])
+                end = heads.stop
             normed = self._gathers.spread(norm(side_by_side(whole)))
             for own, heads, x in zip(projected, ranges, normed, strict=True):
                 own[i] = x[:, heads.start * self._width : heads.stop * self._width]

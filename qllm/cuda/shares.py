@@ -205,7 +205,7 @@ class Rows(nn.Linear):
             return nn.Parameter(own, requires_grad=False)
 
         self.weight = share(linear.weight)
-        self.bias = None if linear.bias is None else share(linear.bias)  # type: ignore[assignment]
+        self.bias = None if linear.bias is None else share(linear.bias)
 
 
 def _scaled(rows: range, by: int) -> range:
@@ -326,8 +326,8 @@ class RankPages(Pages):
         keys, values = (self.gathers.to_owner(parts) for parts in zip(*found, strict=True))
         both: list[tuple[Tensor, Tensor]] = []
         for heads, k, v in zip(self._heads, keys, values, strict=True):
-            if heads.stop > end:  # others have a copy of these heads
-                both.append((k[:, end - heads.start :], v[:, end - heads.start :]))
-                end = heads.stop
+            seen = end - heads.start  # heads of which an earlier rank has a copy
+            both.append((k[:, seen:], v[:, seen:]))
+            end = heads.stop
         k, v = (torch.cat(parts, 1) for parts in zip(*both, strict=True))
         return k, v
