@@ -206,11 +206,12 @@ class EngineConfig:
     """Most drafted tokens that a step verifies per request, 0 to 16. Each request has as many as
     pay, by measured times."""
     tp: int = 1
-    """Ranks: processes of this machine that split every layer of the model and compute each step
-    together, on the CPU. The answers are those of one rank, bit for bit
-    (docs/design/sharded.md)."""
+    """Ranks that split every layer of the model and compute each step together. On the CPU a rank
+    is a process, and the answers are those of one rank, bit for bit. On CUDA one process has all
+    ranks (docs/design/sharded.md)."""
     rank_deadline_s: float = 30.0
-    """Seconds that ranks wait for a rank that hangs before the engine ends with an error."""
+    """Seconds that ranks on the CPU wait for a rank that hangs before the engine ends with an
+    error."""
     conformance: bool = True
     """Compare with `model.forward` at start, up to rounding, and parked passes with uncut ones."""
     record: bool = False
@@ -415,9 +416,11 @@ class EngineConfig:
             )
         if self.activations != "bf16":
             raise ConfigError(f"activations={self.activations!r} is for the CPU; use 'bf16'")
-        if self.tp > 1:
+        has_copies = self.swap_kv_tokens or self.prefix_cache == "approximate"
+        if self.tp > 1 and has_copies:
             raise ConfigError(
-                f"tp={self.tp}: ranks compute on the CPU, and device='cuda' has one rank; use tp=1"
+                f"tp={self.tp} on CUDA: no KV of several ranks is copied out of the devices yet; "
+                "use swap_kv_tokens=0 and prefix_cache='auto' or False, or tp=1"
             )
         if self.expert_dir is not None:
             raise ConfigError(

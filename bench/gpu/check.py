@@ -59,7 +59,7 @@ PARTS = {
     "engines": Part(100, runs_loop=True, is_timed=False),
     "sanitizer": Part(100, is_timed=False),
     "probe": Part(20),
-    "ranks": Part(25),
+    "ranks": Part(40),
     "qwen3": Part(150, runs_loop=True),
     "mixtral": Part(120),
 }

@@ -24,6 +24,7 @@ from bench.gpu.exact import exact
 from bench.gpu.gathered import sections as gathered
 from bench.gpu.kernels import ceilings, kernel_rows
 from bench.gpu.part import Part
+from bench.gpu.ranks import sections as shared
 from qllm import QLLMEngine, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
@@ -398,9 +399,10 @@ def kernels(part: Part) -> None:
 
 
 def ranks(part: Part) -> None:
-    """Compare and measure the end of an op on ranks, all of which are on one device."""
-    for name, row in gathered(part.dry):
-        part.section(name, row)
+    """Compare two ranks with one device; compare and measure the kernel for the end of an op."""
+    for rows in (shared(part.device, part.dry), gathered(part.dry)):
+        for name, row in rows:
+            part.section(name, row)
 
 
 def probe(part: Part) -> None:

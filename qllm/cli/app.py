@@ -158,7 +158,7 @@ Ranks = Annotated[
     typer.Option(
         "--tp",
         metavar="NUMBER",
-        help="Processes that share the model's weights and compute each step together.",
+        help="Ranks that share the model's weights and compute each step together.",
     ),
 ]
 ExpertBytes = Annotated[

@@ -1,5 +1,6 @@
 """Attention of known kinds, in few launches between the layer's norm and the residual sum."""
 
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -15,8 +16,11 @@ ROTATING = {"plain", "head_norm", "row_norm", "clipped_row_norm", "sinks"}
 """Kinds of attention whose kernel rotates keys as it writes KV."""
 
 
+Normed = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
 class Attention(Protocol):
-    """Attention of a known kind."""
+    """Attention of a layer."""
 
     def enter(self) -> None:
         """Join the weights that share an input into one tensor."""
@@ -24,8 +28,23 @@ class Attention(Protocol):
     def leave(self) -> None:
         """Give the model's modules their own weights again."""
 
-    def __call__(self, x_TD: Tensor, rope: Rope, step: PagedStep) -> Tensor:
+    def __call__(self, x_TD: Tensor, rope: Rope, step: Any) -> Tensor:
         """Return the attention's output for its normed input."""
+        ...
+
+
+class HeadAttention(Attention, Protocol):
+    """Attention of a known kind, whose heads can be computed without the output projection."""
+
+    normed: Normed | None
+    """Norms of the queries and keys of all heads of a token; None without such norms."""
+
+    def project(self, x_TD: Tensor) -> list[Tensor]:
+        """Return the products of the normed input, queries first."""
+        ...
+
+    def heads(self, projected: Sequence[Tensor], rope: Rope, step: PagedStep) -> Tensor:
+        """Return the heads side by side, [T, N E]: the input of the output projection."""
         ...
 
 
@@ -35,13 +54,15 @@ class KnownAttention:
     Args:
         attn: A module of a kind in ROTATING.
         window: Number of keys that a query sees, itself included; None is all.
+        kind: Kind of the module.
     """
 
-    def __init__(self, attn: Any, window: int | None) -> None:
-        self._attn, self._window, kind = attn, window, attention_kind(attn)
+    def __init__(self, attn: Any, window: int | None, kind: str | None) -> None:
+        self._attn, self._window = attn, window
         self._qkv = Together([attn.q_proj, attn.k_proj, attn.v_proj])
         self.enter, self.leave = self._qkv.enter, self._qkv.leave
-        self._row_norms = kind in {"row_norm", "clipped_row_norm"}
+        has_row_norms = kind in {"row_norm", "clipped_row_norm"}
+        self.normed: Normed | None = self._normed if has_row_norms else None
         self._limit = attn.config.clip_qkv if kind == "clipped_row_norm" else None
         self._sinks = attn.sinks if kind == "sinks" else None
         self._head_norms: HeadNorms | None = None
@@ -50,16 +71,24 @@ class KnownAttention:
             norms = q.weight.detach(), k.weight.detach()
             self._head_norms = HeadNorms(*norms, q.variance_epsilon, k.variance_epsilon)
 
-    def __call__(self, x_TD: Tensor, rope: Rope, step: PagedStep) -> Tensor:
-        attn, num = self._attn, x_TD.shape[0]
-        q, k, v = self._qkv(x_TD)
-        if self._row_norms:
-            q, k = attn.q_norm(q), attn.k_norm(k)
-        width = attn.head_dim
+    def _normed(self, q_TF: Tensor, k_TF: Tensor) -> tuple[Tensor, Tensor]:
+        return self._attn.q_norm(q_TF), self._attn.k_norm(k_TF)
+
+    def project(self, x_TD: Tensor) -> list[Tensor]:
+        return self._qkv(x_TD)
+
+    def heads(self, projected: Sequence[Tensor], rope: Rope, step: PagedStep) -> Tensor:
+        attn, (q, k, v) = self._attn, projected
+        num, width = q.shape[0], attn.head_dim
         qkv = q.view(num, -1, width), k.view(num, -1, width), v.view(num, -1, width)
         how = self._head_norms, self._limit, attn.scaling, self._window, self._sinks
-        out = step.attend_known(attn.layer_idx, qkv, rope, *how)
-        attended: Tensor = attn.o_proj(out.view(num, -1))
+        return step.attend_known(attn.layer_idx, qkv, rope, *how).view(num, -1)
+
+    def __call__(self, x_TD: Tensor, rope: Rope, step: PagedStep) -> Tensor:
+        q, k, v = self.project(x_TD)
+        if self.normed is not None:
+            q, k = self.normed(q, k)
+        attended: Tensor = self._attn.o_proj(self.heads((q, k, v), rope, step))
         return attended
 
 
@@ -78,9 +107,14 @@ class KnownLatents:
         self._first = Together([queries, attn.kv_a_proj_with_mqa])
         self.enter, self.leave = self._first.enter, self._first.leave
 
-    def __call__(self, x_TD: Tensor, rope: Rope, step: PagedStep) -> Tensor:
-        attn, num = self._attn, x_TD.shape[0]
-        q, kv = self._first(x_TD)
+    normed: Normed | None = None
+
+    def project(self, x_TD: Tensor) -> list[Tensor]:
+        return self._first(x_TD)
+
+    def heads(self, projected: Sequence[Tensor], rope: Rope, step: PagedStep) -> Tensor:
+        attn, (q, kv) = self._attn, projected
+        num = q.shape[0]
         cos, sin = (t[0].contiguous() for t in rope)
         angles = Angles(cos, sin, attn.config.rope_interleave)
         out_TNR = q.new_empty((num, attn.num_heads, attn.kv_lora_rank))
@@ -90,7 +124,10 @@ class KnownLatents:
         q = q if normed is None else attn.q_b_proj(normed)
         queries = into_latents(attn, q.view(num, attn.num_heads, -1))
         step.attend_latents(attn.layer_idx, *queries, angles, attn.scaling, out_TNR)
-        attended: Tensor = attn.o_proj(out_of_latents(attn, out_TNR).view(num, -1))
+        return out_of_latents(attn, out_TNR).view(num, -1)
+
+    def __call__(self, x_TD: Tensor, rope: Rope, step: PagedStep) -> Tensor:
+        attended: Tensor = self._attn.o_proj(self.heads(self.project(x_TD), rope, step))
         return attended
 
 
@@ -109,11 +146,14 @@ def is_known_attention(attn: Any) -> bool:
     )
 
 
-def known_attention(attn: Any, window: int | None) -> Attention:
+def known_attention(attn: Any, window: int | None, kind: str | None = None) -> HeadAttention:
     """Return the attention that replaces a module of a known kind.
 
     Args:
-        attn: The module.
+        attn: The module, or a rank's share of it.
         window: Number of keys that a query sees, itself included; None is all.
+        kind: Kind of the whole module; None looks at `attn`.
     """
-    return KnownLatents(attn) if keeps_latents(attn) else KnownAttention(attn, window)
+    if keeps_latents(attn):
+        return KnownLatents(attn)
+    return KnownAttention(attn, window, kind or attention_kind(attn))

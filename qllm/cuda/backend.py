@@ -7,6 +7,7 @@ other ops run one by one. The host runs at most `AHEAD` ops or stages ahead of t
 takes effect soon.
 """
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,13 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from qllm.cuda.experts import DeviceWork
+from qllm.cuda.gathers import Gathers, gathers_of
 from qllm.cuda.graphs import GraphApi, Graphs, TorchGraphApi
 from qllm.cuda.lanes import Bucket, Lane, LaneHead, LaneRow
 from qllm.cuda.layers import DeviceLayers
-from qllm.cuda.pages import PagedKV, Pages, Spare
+from qllm.cuda.pages import PagedKV, Spare
+from qllm.cuda.shares import ranks_of
 from qllm.cuda.slots import DeviceResidency, ExpertRoom
 from qllm.cuda.stages import Body, Key, StagePart, Stages
-from qllm.cuda.step import PagedStep
 from qllm.errors import DeviceError, ModelError
 from qllm.kernels.select import kernels
 from qllm.kernels.tiles import Query, query_block, tiles_of
@@ -60,19 +62,38 @@ NOTHING = SamplingParams(temperature=0)
 
 
 def cuda_runner(
-    model: nn.Module, *, clock: Callable[[], int] = time.perf_counter_ns, **settings: Any
+    model: nn.Module,
+    *,
+    tp: int = 1,
+    clock: Callable[[], int] = time.perf_counter_ns,
+    **settings: Any,
 ) -> TorchRunner:
-    """Return a runner on a device.
+    """Return a runner on a device, or on ranks of devices.
 
     Args:
         model: A whole model on the device, in evaluation mode.
+        tp: Number of ranks that share the model: see `gathers_of`.
         clock: Clock in nanoseconds, used only for segments.
         **settings: Settings of `CudaBackend`.
 
     Raises:
-        ModelError: The model cannot be run safely, or its experts have no kernel.
+        ModelError: The model cannot be run safely, its experts have no kernel, or it cannot be
+            split over ranks.
+        ConfigError: The model cannot be split over so many ranks, or the machine has too few
+            devices.
     """
-    return TorchRunner(model, lambda parts: CudaBackend(model, parts, **settings), clock=clock)
+    made: list[CudaBackend] = []
+
+    def backend(parts: ModelParts) -> CudaBackend:
+        gathers = None if tp == 1 else gathers_of(parts.lm_head.weight.device, tp)
+        made.append(CudaBackend(model, parts, **{"gathers": gathers, **settings}))
+        return made[0]
+
+    runner = TorchRunner(model, backend, clock=clock)
+    if (ranks := made[0].layers.ranks) is not None:
+        num_bytes = sum(ranks.kv_bytes(runner.charge.token_bytes))
+        runner.charge = runner.charge._replace(token_bytes=num_bytes)
+    return runner
 
 
 class CudaBackend:
@@ -95,10 +116,12 @@ class CudaBackend:
         spare: Room for KV in addition to the pages, or None.
         room: Room for experts that come and go, all of which are on the host; None if all experts
             are on the device. If there is room for all, they are on the device, too.
+        gathers: Ranks that share the model; None is one device that has all of it.
 
     Raises:
-        ConfigError: The room is too small for the experts of one token in one layer.
-        ModelError: Experts of a kind without a kernel.
+        ConfigError: The room is too small for the experts of one token in one layer, or the model
+            cannot be split over so many ranks.
+        ModelError: Experts of a kind without a kernel, or a model that cannot be split.
     """
 
     def __init__(
@@ -117,6 +140,7 @@ class CudaBackend:
         layers_per_stage: int = LAYERS_PER_STAGE,
         spare: Spare | None = None,
         room: ExpertRoom | None = None,
+        gathers: Gathers | None = None,
     ) -> None:
         warn_of_unheard(model, parts)
         self._parts, self.shape = parts, parts.shape
@@ -136,9 +160,11 @@ class CudaBackend:
             raise ModelError(
                 "layers that carry a state are not run on a device yet: serve it with device='cpu'"
             )
-        self._spare = spare
-        self.pages = Pages(parts.num_kv_layers, num_pages, page_size, self.kernels, spare)
-        self.layers = DeviceLayers(model, parts, self.compute.drivers, self.kernels, room)
+        self._spare, self._gathers = spare, gathers
+        ranks = None if gathers is None else ranks_of(model, parts, gathers)
+        self.layers = DeviceLayers(model, parts, self.compute.drivers, self.kernels, room, ranks)
+        self.compute.head = self.layers.rank_head or self.compute.head
+        self.pages = self.layers.pages(num_pages, page_size, spare)
         self.drivers = self.layers.drivers
         self._block = query_block(self.layers.heads_per_group)
         self._marks: deque[Any] = deque()
@@ -160,6 +186,12 @@ class CudaBackend:
         "on CUDA the bits of a token's KV depend on the number of rows that its step is padded to"
     )
     shares_blocks = True
+
+    @property
+    def ranks(self) -> Sequence[Mapping[str, int]]:
+        """Ranks, all in this process: see `Backend`."""
+        pid, found = os.getpid(), self.layers.rank_bytes
+        return [{"pid": pid, "weight_bytes": num_bytes} for num_bytes in found]
 
     @property
     def copy_bytes_per_ms(self) -> int:
@@ -190,6 +222,8 @@ class CudaBackend:
             return "the host decides which experts are on the device"
         if any(driver.kind is Driver.HOOKED for driver in self.drivers):
             return "a layer is driven by hooks"
+        if self._gathers is not None and not self._gathers.is_captured:
+            return "its ranks have several devices, and a graph has one"
         if any(layer.rope_kind is not None for layer in self._parts.layers):
             return "every type of layer has position embeddings of its own"
         if switch_of(model, self._parts.rotary_emb) is None:
@@ -223,8 +257,6 @@ class CudaBackend:
             self.drivers = self.layers.drivers
             self.layers.norms.enter()
 
-    ranks: Sequence[Mapping[str, int]] = ()
-
     @property
     def bytes_read(self) -> int:
         """Bytes of experts read so far, each once per layer of a program, after a wait."""
@@ -239,7 +271,8 @@ class CudaBackend:
         if not self._on_cuda:
             return None
         try:
-            torch.cuda.synchronize(self.device)
+            for device in {self.device} if self._gathers is None else {*self._gathers.devices}:
+                torch.cuda.synchronize(device)
         except Exception:  # noqa: BLE001 - after any error the device is lost
             return DeviceError(
                 f"the device is lost ({type(error).__name__}: {error}); end this process and start "
@@ -278,7 +311,7 @@ class CudaBackend:
             tables[r, : len(kv.pages)] = torch.tensor(kv.pages)
         tiles = tiles_of(queries, num_tokens, self._block, self.device)
         at_slots = torch.tensor(slots).to(self.device)
-        return PagedStep(self.pages, self.kernels, tables.to(self.device), tiles, at_slots)
+        return self.layers.step(self.pages, tables.to(self.device), tiles, at_slots)
 
     def new_work(self, layer: int, ids_TK: Tensor, grain: Grain) -> DeviceWork:
         return self.layers.begin(layer, ids_TK, EXPERT_RANGES if grain is Grain.EXPERT else 1)

@@ -11,7 +11,6 @@ from qllm.kernels.routing import (
     Activation,
     ExpertWeights,
     Groups,
-    Routing,
     Rule,
     RuleKind,
     SharedWeights,
@@ -106,17 +105,29 @@ class DeviceExperts:
     def __init__(self, weights: ExpertWeights, kernels: Kernels, hits: Tensor) -> None:
         self.weights, self.kernels, self.hits = weights, kernels, hits
 
+    def route(self, ids_TK: Tensor, num_tokens: Tensor) -> Any:
+        """Return the slots of each expert, as `run_range` reads them."""
+        return self.kernels.route(ids_TK, num_tokens, self.weights.num_experts, self.hits)
+
+    def run_range(self, x_TD: Tensor, routing: Any, lo: int, hi: int, slots_TKD: Tensor) -> None:
+        """Run experts [lo, hi) on the slots routed to them."""
+        self.kernels.run_experts(x_TD, self.weights, routing, lo, hi, slots_TKD)
+
     def run(
-        self,
-        x_TD: Tensor,
-        ids_TK: Tensor,
-        weights_TK: Tensor,
-        num_tokens: Tensor,
+        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, num_tokens: Tensor,
         add: Sum | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Return `add` plus the weighted sum over each token's experts, zero past `num_tokens`."""
-        routing = self.kernels.route(ids_TK, num_tokens, self.weights.num_experts, self.hits)
-        return self._run(x_TD, self.weights, routing, weights_TK, num_tokens, add)
+        routing = self.route(ids_TK, num_tokens)
+        return self._run_all(x_TD, routing, ids_TK, weights_TK, num_tokens, add)
+
+    def _run_all(
+        self, x_TD: Tensor, routing: Any, ids_TK: Tensor, weights_TK: Tensor, num_tokens: Tensor,
+        add: Sum | None,
+    ) -> Tensor:  # fmt: skip
+        slots = x_TD.new_empty((*ids_TK.shape, self.weights.down_EDI.shape[1]))
+        self.run_range(x_TD, routing, 0, self.weights.num_experts, slots)
+        return self._combine(slots, weights_TK, num_tokens, add)
 
     def can_share(self, shared: SharedWeights) -> bool:
         """Return True if shared experts can run as experts next to the layer's own."""
@@ -162,26 +173,21 @@ class DeviceExperts:
             logits_TE, router.rule, router.top_k, num_tokens, self.hits, router.dtype,
             weights.num_shared,
         )  # fmt: skip
-        return self._run(x_TD, weights, routing, weights_TK, num_tokens, add)
+        slots = x_TD.new_empty((*routing.ids_TK.shape, weights.down_EDI.shape[1]))
+        num = weights.num_experts + weights.num_shared
+        self.kernels.run_experts(x_TD, weights, routing, 0, num, slots)
+        return self._combine(slots, weights_TK, num_tokens, add)
 
-    def _run(
-        self,
-        x_TD: Tensor,
-        w: ExpertWeights,
-        routing: Routing,
-        weights_TK: Tensor,
-        num_tokens: Tensor,
-        add: Sum | None,
+    def _combine(
+        self, slots_TKD: Tensor, weights_TK: Tensor, num_tokens: Tensor, add: Sum | None
     ) -> Tensor:
-        slots = x_TD.new_empty((*routing.ids_TK.shape, w.down_EDI.shape[1]))
-        self.kernels.run_experts(x_TD, w, routing, 0, w.num_experts + w.num_shared, slots)
-        out = slots.new_empty((x_TD.shape[0], slots.shape[2]))
-        self.kernels.combine(slots, weights_TK, num_tokens, out, add)
+        out = slots_TKD.new_empty((len(slots_TKD), slots_TKD.shape[2]))
+        self.kernels.combine(slots_TKD, weights_TK, num_tokens, out, add)
         return out
 
     def begin(self, ids_TK: Tensor, num_ranges: int) -> "DeviceWork":
         """Return the experts as ranges; the work may stop between two ranges."""
-        return DeviceWork(self, ids_TK, num_ranges, self.hits)
+        return DeviceWork(self, ids_TK, num_ranges)
 
 
 class DeviceWork(Work):
@@ -192,9 +198,7 @@ class DeviceWork(Work):
 
     __slots__ = ("_experts", "_num_tokens", "_routing", "bounds")
 
-    def __init__(
-        self, experts: DeviceExperts, ids_TK: Tensor, num_ranges: int, hits: Tensor
-    ) -> None:
+    def __init__(self, experts: DeviceExperts, ids_TK: Tensor, num_ranges: int) -> None:
         weights, num_slots = experts.weights, ids_TK.numel()
         num = max(1, min(num_ranges, weights.num_experts))
         self.bounds = [weights.num_experts * i // num for i in range(num + 1)]
@@ -205,7 +209,7 @@ class DeviceWork(Work):
             [Unit(self.bounds[i], shares[i], shares[i + 1]) for i in range(num)],
             None,
         )
-        self._routing = experts.kernels.route(ids_TK, self._num_tokens, weights.num_experts, hits)
+        self._routing = experts.route(ids_TK, self._num_tokens)
 
     def _begin(
         self,
@@ -228,9 +232,7 @@ class DeviceWork(Work):
             raise InvariantError(f"an expert range of [{start}, {stop}) would run twice (I1)")
         slots_TKD = self.slots_SD.view(*self.ids_TK.shape, -1)
         lo, hi = self.bounds[start], self.bounds[stop]
-        self._experts.kernels.run_experts(
-            x_TD, self._experts.weights, self._routing, lo, hi, slots_TKD
-        )
+        self._experts.run_range(x_TD, self._routing, lo, hi, slots_TKD)
         self.done[start:stop] = b"\1" * (stop - start)
         return self.units[stop - 1].hi - self.units[start].lo
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from qllm.cuda.attention import is_known_attention, known_attention
+from qllm.cuda.attention import Attention, is_known_attention, known_attention
 from qllm.cuda.experts import DeviceExperts, known_router
 from qllm.cuda.norms import WIDE
 from qllm.cuda.step import PagedStep
@@ -54,7 +54,7 @@ class KnownLayer(FastDriver):
         super().__init__(parts)
         attn: Any = parts.self_attn
         self._kernels, self._experts = kernels, experts
-        self._attention = known_attention(attn, parts.window)
+        self._attention: Attention = known_attention(attn, parts.window)
         router = None if experts is None else known_router(parts.router)
         self._known_router = router
         mlp = parts.shared if experts is not None else parts.mlp

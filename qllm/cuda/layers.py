@@ -1,5 +1,6 @@
 """The layers of a model on a device: attention, norms and routing without the host."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,11 +10,15 @@ from qllm.cuda.experts import DeviceExperts, DeviceWork, packed_weights
 from qllm.cuda.known import KnownLayer, is_known
 from qllm.cuda.latents import Latents
 from qllm.cuda.norms import Norms
+from qllm.cuda.pages import Pages, Spare
+from qllm.cuda.ranked import RankExperts, RankHead, RankLayer, RankSteps
+from qllm.cuda.shares import RankPages, Ranks, owner_bytes
 from qllm.cuda.slots import DeviceResidency, ExpertRoom, HostLayer, SlotExperts
 from qllm.cuda.step import PagedStep
-from qllm.errors import ModelError
+from qllm.errors import ConfigError, ModelError
 from qllm.kernels.routing import expert_weights
 from qllm.kernels.select import Kernels
+from qllm.kernels.tiles import Tiles
 from qllm.models.discover import LayerParts, ModelParts, base_model
 from qllm.models.weights.on_host import on_host
 from qllm.models.weights.quantised_experts import quantised_in
@@ -29,6 +34,7 @@ class DeviceLayers:
         drivers: Drivers of layers that are not known.
         kernels: Kernels of the device.
         room: Room for experts that come and go; None if all experts are on the device.
+        ranks: Ranks that compute the layers, and the split of the model; None is this device.
 
     Raises:
         ConfigError: The room is too small for the experts of one token in one layer.
@@ -42,9 +48,10 @@ class DeviceLayers:
         drivers: tuple[LayerDriver, ...],
         kernels: Kernels,
         room: ExpertRoom | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        self._kernels = kernels
-        self._device = parts.lm_head.weight.device
+        self._kernels, self.ranks = kernels, ranks
+        self._parts, self._device = parts, parts.lm_head.weight.device
         self._hits: dict[int, Tensor] = {}
         """Number of expert reads by the bytes of an expert, each as one number on the device."""
         self.experts = tuple(self._experts(layer) for layer in parts.layers)
@@ -59,12 +66,17 @@ class DeviceLayers:
         groups = getattr(config, "num_key_value_heads", None) or num
         self.heads_per_group = max(1, num if self._latents.modules else num // groups)
         """Query heads per KV head. With MLA, all query heads share the latents."""
+        self.rank_head = None if ranks is None else RankHead(parts, ranks)
         every = zip(drivers, parts.layers, self.experts, strict=True)
-        self.drivers = tuple(
-            KnownLayer(layer, experts, kernels) if is_known(layer) else driver
-            for driver, layer, experts in every
-        )
+        self.drivers = tuple(self._driver(*given) for given in every)
         self._known = [driver for driver in self.drivers if isinstance(driver, KnownLayer)]
+
+    def _driver(
+        self, driver: LayerDriver, layer: LayerParts, experts: DeviceExperts | None
+    ) -> LayerDriver:
+        if self.ranks is not None:
+            return RankLayer(layer, experts, self._kernels, self.ranks)
+        return KnownLayer(layer, experts, self._kernels) if is_known(layer) else driver
 
     def _experts(self, layer: LayerParts) -> DeviceExperts | None:
         if layer.experts is None:
@@ -78,7 +90,45 @@ class DeviceLayers:
         size = found.bytes_per_expert
         if size not in self._hits:  # int32 would overflow after hours of decoding
             self._hits[size] = torch.zeros(1, dtype=torch.int64, device=self._device)
-        return DeviceExperts(found, self._kernels, self._hits[size])
+        hits = self._hits[size]
+        if self.ranks is None:
+            return DeviceExperts(found, self._kernels, hits)
+        return RankExperts(found, self._kernels, hits, layer.index, self.ranks)
+
+    @property
+    def head(self) -> Callable[[Tensor], Tensor]:
+        """The output head, from normed rows to logits."""
+        return self.rank_head or self._parts.lm_head
+
+    @property
+    def rank_bytes(self) -> list[int]:
+        """Bytes of each rank's weights; empty without ranks."""
+        if self.ranks is None:
+            return []
+        owner, *others = self.ranks.weight_bytes
+        return [owner + owner_bytes(self._parts), *others]
+
+    def pages(self, num_pages: int, page_size: int, spare: Spare | None) -> Pages:
+        """Return the memory of KV.
+
+        Args:
+            num_pages: Number of pages.
+            page_size: Tokens of a page.
+            spare: Room for KV outside of the pages; None is no room.
+        """
+        sizes = self._parts.num_kv_layers, num_pages, page_size
+        if self.ranks is None:
+            return Pages(*sizes, self._kernels, spare)
+        if spare is not None:
+            raise ConfigError("ranks of devices have no KV outside of their pages yet; leave spare")
+        return RankPages(*sizes, self._kernels, self.ranks)
+
+    def step(self, pages: Pages, tables_RP: Tensor, tiles: Tiles, slots_T: Tensor) -> Any:
+        """Return the KV of an ATTN op: see `PagedStep`."""
+        given = self._kernels, tables_RP, tiles, slots_T
+        if isinstance(pages, RankPages):
+            return RankSteps(pages, *given)
+        return PagedStep(pages, *given)
 
     def _residency(self, parts: ModelParts, room: ExpertRoom | None) -> DeviceResidency | None:
         modules = {f"layer {layer.index}": layer.experts for layer in parts.layers}
@@ -144,9 +194,7 @@ class DeviceLayers:
         if self.residency is not None:
             self.residency.leave()
 
-    def run(
-        self, index: int, x_TD: Tensor, rope: Rope, step: PagedStep, num_tokens: Tensor
-    ) -> Tensor:
+    def run(self, index: int, x_TD: Tensor, rope: Rope, step: Any, num_tokens: Tensor) -> Tensor:
         """Run a whole layer, for capture. No host decision depends on a device value.
 
         Args:
@@ -159,7 +207,7 @@ class DeviceLayers:
         driver, experts = self.drivers[index], self.experts[index]
         if isinstance(driver, KnownLayer):
             return driver.run(x_TD, rope, step, num_tokens)
-        mid = driver.attend(x_TD, rope, step)  # type: ignore[arg-type]
+        mid = driver.attend(x_TD, rope, step)
         if experts is None:
             return driver.dense(x_TD, mid)
         routed = driver.route(x_TD, mid)
@@ -184,7 +232,8 @@ class DeviceLayers:
         fused, slots = f"{name} fused", self.residency
         if slots is not None:
             fused += f", {slots.num_slots} of {slots.num_experts} experts at a time"
-        return {
+        own = {} if self.ranks is None else {"ranks": self.ranks.gathers.kind}
+        return own | {
             "experts": fused,
             "router": f"torch, then {name} in stages ({chooses} of {len(self.drivers)} layers)",
             "linear": "torch",

@@ -132,6 +132,12 @@ class Pages:
         """Write keys and values of tokens into slots. A slot of -1 writes nothing."""
         self._kernels.write(k_TGD, v_TGE, *self.of(layer, k_TGD, v_TGE), slots_T)
 
+    def read(self, layer: int, slots: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return copies of the keys [T, G, D] and values [T, G, E] of slots of a layer."""
+        k, v = self.layer(layer)
+        at = torch.tensor(slots, device=k.device)
+        return k[at], v[at]
+
     def of(self, layer: int, k_TGD: Tensor, v_TGE: Tensor) -> tuple[Tensor, Tensor]:
         """Return a layer's pages for keys and values of this shape; allocate them once."""
         if self._k is None or self._v is None:
@@ -208,9 +214,8 @@ class PagedKV(RequestKV):
     def read(self, layer: int, lo: int, hi: int) -> tuple[Tensor, Tensor]:
         if hi > self.written:
             raise InvariantError(f"layer {layer} has no KV up to {hi} (I9)")
-        k, v = self._memory.layer(layer)
-        slots = self._slots(lo, hi, k.device)
-        return k[slots].transpose(0, 1)[None], v[slots].transpose(0, 1)[None]
+        k, v = self._memory.read(layer, [self.slot(t) for t in range(lo, hi)])
+        return k.transpose(0, 1)[None], v.transpose(0, 1)[None]
 
     def clear(self) -> None:
         super().clear()

@@ -21,7 +21,6 @@ from qllm.cuda.graphs import Graphs
 from qllm.cuda.lanes import Bucket, Lane
 from qllm.cuda.layers import DeviceLayers
 from qllm.cuda.pages import Pages
-from qllm.cuda.step import PagedStep
 from qllm.kernels.select import Kernels
 from qllm.models.discover import ModelParts
 from qllm.scheduler.program import OpKind, Ops, Program
@@ -91,7 +90,7 @@ class Body:
             if parts.embedding_multiplier is not None:
                 x = x * parts.embedding_multiplier
         tables, tiles, slots = lane.step_tensors(key.bucket)
-        step = PagedStep(self._pages, self._kernels, tables, tiles, slots)
+        step = self._layers.step(self._pages, tables, tiles, slots)
         cos, sin = (t.index_select(0, data["pos"][:num]).unsqueeze(0) for t in self._rope)
         for layer in range(key.start, key.end):
             x = self._layers.run(layer, x, (cos, sin), step, data["num_tokens"])
@@ -102,7 +101,7 @@ class Body:
 
     def _head(self, x_TD: Tensor, lane: Lane, rows: int) -> None:
         parts, d = self._parts, lane.on_device
-        logits = parts.lm_head(parts.norm(x_TD.index_select(0, d["last"][:rows])))
+        logits = self._layers.head(parts.norm(x_TD.index_select(0, d["last"][:rows])))
         if parts.logit_rule is not None:
             logits = parts.logit_rule(logits)
         columns = ("temperature", "top_k", "top_p", "min_p", "seeds", "positions")

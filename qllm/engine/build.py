@@ -86,7 +86,7 @@ def make_runner(model: Any, config: EngineConfig) -> TorchRunner:
         ConfigError: A setting that CUDA does not support.
         ModelError: The model cannot be run safely.
     """
-    if config.tp > 1:
+    if model.device.type != "cuda" and config.tp > 1:
         return _on_ranks(model, config)
     if model.device.type != "cuda":
         return cpu_runner(
@@ -113,6 +113,7 @@ def make_runner(model: Any, config: EngineConfig) -> TorchRunner:
 
     return cuda_runner(
         model,
+        tp=config.tp,
         num_pages=config.num_blocks,
         page_size=config.block_size,
         max_num_seqs=config.max_num_seqs,

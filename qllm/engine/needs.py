@@ -5,6 +5,7 @@ from typing import Any
 
 from qllm.config import EngineConfig
 from qllm.cores import memory_bytes
+from qllm.cuda.shares import most_kv_bytes
 from qllm.drafters.choose import load_drafter
 from qllm.drafters.exit import Exit
 from qllm.drafters.model import DraftModel
@@ -44,7 +45,10 @@ def device_costs(model: Any, config: EngineConfig) -> Costs:
     most = config.max_num_seqs * parts.shape.max_position
     if config.on_device:  # these buffers grow with the longest request
         most = USUAL.kv_tokens
-    return Costs(kv_token_bytes(parts, model), most_tokens=most, keeps=False)
+    token_bytes = kv_token_bytes(parts, model)
+    if config.tp > 1:
+        token_bytes = most_kv_bytes(model, parts, config.tp, token_bytes)
+    return Costs(token_bytes, most_tokens=most, keeps=False)
 
 
 def refuse_sizes(

@@ -161,10 +161,11 @@ def run_experts(
 ) -> None:
     """Do what `kernels.triton.moe.run_experts` does."""
     for expert in range(lo, hi):
-        up_FD, down_DI = _of_expert(weights, expert)
+        own = expert - weights.first
+        up_FD, down_DI = _of_expert(weights, own)
         both = x_TD.float() @ up_FD.t().float()
         if weights.up_bias_EF is not None:
-            both = both + weights.up_bias_EF[expert].float()
+            both = both + weights.up_bias_EF[own].float()
         both = both.to(x_TD.dtype)
         inner = both.shape[1] // 2
         halves = (
@@ -173,7 +174,7 @@ def run_experts(
         h = activate(weights.activation, *halves).to(x_TD.dtype)
         out = h.float() @ down_DI.t().float()
         if weights.down_bias_ED is not None:
-            out = out + weights.down_bias_ED[expert].float()
+            out = out + weights.down_bias_ED[own].float()
         out = out.to(slots_TKD.dtype)
         is_mine = (routing.ids_TK == expert)[:, :, None]
         slots_TKD.copy_(torch.where(is_mine, out[:, None], slots_TKD))

@@ -127,16 +127,25 @@ class ExpertWeights(NamedTuple):
     shared: SharedWeights | None = None
     """Shared experts, which are experts E to E + S."""
     packed: tuple[Quantised, Quantised] | None = None
-    """Up and down weights as stacks of quantised weights, each of which is contiguous. `up_EFD` and
-    `down_EDI` are the codes of these stacks."""
+    """Up and down weights as contiguous stacks of quantised weights. `up_EFD` and `down_EDI` are
+    the codes of these stacks."""
     place_E: Tensor | None = None
     """Place of each expert in the stacks, as int64; None if expert e is at place e. Biases lie in
     the order of the experts. There are no shared experts then."""
+    share: tuple[int, int] | None = None
+    """First expert of the weights, and E, if the weights are those of one rank; None is all."""
+
+    @property
+    def first(self) -> int:
+        """Number of the first expert that the weights contain."""
+        return 0 if self.share is None else self.share[0]
 
     @property
     def num_experts(self) -> int:
-        """Number of experts E, without the shared ones."""
-        return self.up_EFD.shape[0] if self.place_E is None else self.place_E.shape[0]
+        """Number of experts E of the layer, without the shared ones."""
+        if self.place_E is not None:
+            return self.place_E.shape[0]
+        return self.up_EFD.shape[0] if self.share is None else self.share[1]
 
     @property
     def num_shared(self) -> int:

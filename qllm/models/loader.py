@@ -114,7 +114,8 @@ def load(
         expert_place: Folder for the experts, and most bytes of experts where the model computes,
             in place of `experts`. Without a folder they are in the host's memory, for a GPU. If all
             experts fit, they stay in the model.
-        tp: Number of ranks that will share the model. Several ranks read their own experts later.
+        tp: Number of ranks that will share the model. Several ranks on the CPU read their own
+            experts later.
         depth: Number of layers to load; the others are not read. None loads the whole model.
 
     Raises:
@@ -138,7 +139,7 @@ def load(
             f"device={str(device)!r} does not do so; use load_format='auto', and a file of experts "
             "on the CPU alone"
         )
-    if tp > 1 and experts is None and not dummy:
+    if tp > 1 and experts is None and not dummy and place.type == "cpu":
         experts = ExpertsOnDemand()
     name, folder = locate(os.fspath(name_or_path), weights=not dummy, code=trust_remote_code)
     config = _config(name, folder, trust_remote_code)

@@ -70,7 +70,7 @@ GROUPS = {
     ),
     "sharded.plan": Floor("errors", PURE),
     "cuda": Floor(
-        "errors types plan scheduler models kernels runner",
+        "errors types plan scheduler models kernels runner sharded.plan",
         STDLIB | {"cuda", "cupy", "numpy", "torch"},
     ),
     # requests in, tokens out
@@ -213,6 +213,7 @@ OWN_BENCHES = {
     "gpu.prepare": "cuda.backend cuda.lanes device.cubins models.discover "
     "models.weights runner.runner",
     "gpu.gathered": "cuda.calls cuda.gathered_norm",  # no engine launches the kernel
+    "gpu.ranks": "cuda.backend",  # compares runners, without an engine
     "gpu.loop": "cuda.backend device runner.runner",  # its own front end before the device
     "kernels.delta_net": "models.discover runner",
     "kernels.perplexity": "models runner",

@@ -301,11 +301,9 @@ def test_settings_that_ranks_do_not_support_are_refused_by_name(name: str) -> No
         EngineConfig(tp=2, **{name: OTHERS[name]}, **more)
 
 
-def test_a_loop_or_a_model_on_a_gpu_is_refused() -> None:
+def test_a_loop_on_a_gpu_is_refused() -> None:
     with pytest.raises(ConfigError, match="tp=2 needs loop='host', and loop='conditional'"):
         EngineConfig(tp=2, loop="conditional")
-    with pytest.raises(ConfigError, match="tp=2: ranks compute on the CPU, and device='cuda'"):
-        EngineConfig(tp=2).check_place("process", "cuda")
 
 
 def test_more_ranks_than_cores_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -391,6 +391,8 @@ def run_experts(
         "S": weights.num_shared, "PLACED": weights.place_E is not None,
         "num_stages": 4 if rows == 16 else 3,
     }  # fmt: skip
+    if weights.first:  # the kernels look up experts by their place in the weights
+        routing = routing._replace(tile_expert=routing.tile_expert - weights.first)
     places = routing.order_S if weights.place_E is None else weights.place_E
     plan = (routing.order_S, *routing[3:], lo, hi, places)
     packed_up, packed_down = weights.packed or (None, None)

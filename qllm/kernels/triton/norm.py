@@ -116,7 +116,7 @@ def silu_mul(x_TF: Tensor) -> Tensor:
     """Return silu(gate) * up of rows that hold gates first, then ups: [T, F / 2]."""
     num, width = x_TF.shape[0], x_TF.shape[1] // 2
     out = torch.empty((num, width), dtype=x_TF.dtype, device=x_TF.device)
-    if num:
+    if num and width:
         block = min(1024, triton.next_power_of_2(width))
         grid = num, triton.cdiv(width, block)
         _silu_mul[grid](x_TF, out, x_TF.stride(0), I=width, BLOCK=block)
