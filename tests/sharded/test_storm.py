@@ -16,6 +16,7 @@ import pytest
 from qllm.kernels import cpu
 from tests.support.engines import state
 from tests.support.rank_faults import METHODS, signal_at
+from tests.support.rank_hosts import RankHost, tiny_model
 from tests.support.replay import COMPLETIONS, SAMPLED, SETTINGS, Asks, Client, body
 from tests.support.serving import serving, tiny_engine
 from tests.support.waiting import wait_for
@@ -42,16 +43,27 @@ def expected() -> Iterator[list[Any]]:
         engine.close()
 
 
-@pytest.mark.sampled(2)
+@pytest.fixture(params=["one host", "two hosts"])
+def hosts(request: pytest.FixtureRequest) -> Iterator[list[str]]:
+    """Hosts of the ranks except rank 0."""
+    if request.param == "one host":
+        yield []
+        return
+    with RankHost(tiny_model, secret=b"") as host:
+        yield [host.address]
+
+
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("operation", METHODS)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("rank", range(TP))
 def test_every_request_is_answered_once_whatever_rank_fails_at_whatever_operation(
-    rank: int, how: signal.Signals, operation: str, expected: list[Any]
+    rank: int, how: signal.Signals, operation: str, hosts: list[str], expected: list[Any]
 ) -> None:
     """LS requests come one after the other, and preempt BE requests, until the engine is new."""
     policy = "rota" if operation.startswith("swap") else "qllm2"
-    new = partial(tiny_engine, tp=TP, rank_deadline_s=DEADLINE_S, policy=policy, **SHORT_OF_KV)
+    ranks = {"tp": TP, "tp_hosts": hosts, "rank_deadline_s": DEADLINE_S}
+    new = partial(tiny_engine, policy=policy, **ranks, **SHORT_OF_KV)
     delay_s = 0.002 * random.Random(f"{rank} {how} {operation}").random()
     with serving(new(), new, restart_backoff_s=0) as served:
         engine = served.front.engine

@@ -1,0 +1,6 @@
+"""`tests/engine/test_swap_models.py` with models on two hosts."""
+
+from tests.sharded.on_ranks import test_swap_models
+from tests.support.on_ranks import names_of
+
+globals().update(names_of(test_swap_models, {}))
