@@ -35,6 +35,9 @@ from qllm.sharded.rank import RankWeights, SplitModel
 MOST_SKEW_S = 5.0
 """Most seconds between the clocks of two hosts, in addition to the time of the answer. Events of
 both have times in logs."""
+LOAD_S = 120.0
+"""Seconds that a host may take, in addition to the time that a rank of this host may take. It reads
+the model itself."""
 KEEPALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
@@ -154,7 +157,7 @@ class HostGroup(Calls):
             cpu.set_threads(threads)
             begin, weights = time.monotonic(), identity(split.model, *rounding)
             self.own = RankWeights(split, 0)
-            most_s = load_time(deadline_s, begin)
+            most_s = LOAD_S + load_time(deadline_s, begin)
             for rank, host in enumerate(hosts, 1):
                 ready = _await_ready(host, wires[rank], most_s, deadline_s)
                 if ready["weights"] != weights:

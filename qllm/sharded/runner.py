@@ -9,7 +9,7 @@ get addresses of that memory with every call.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from torch import nn
 
@@ -196,7 +196,7 @@ class RankBackend(CpuBackend):
         here = [{"pid": pid, "weight_bytes": plan.num_bytes} for pid, plan in pids]
         places = zip(here[1:], group.hosts, strict=False)
         apart = [rank | {"host": name} for rank, name in places]
-        self.ranks: Sequence[Mapping[str, Any]] = [here[0], *(apart or here[1:])]
+        self.ranks = [here[0], *(apart or here[1:])]
         self._heads = [plan.layers[0].kv_heads for plan in split.plan.ranks]
 
     def close(self) -> None:

@@ -66,7 +66,7 @@ GROUPS = {
     "runner.protocol": Floor("errors types plan scheduler.program", PURE),
     "runner.displacing runner.placing": Floor("types runner.displacing", PURE | {"numpy"}),
     "sharded": Floor(
-        "errors types plan ingress.remote.meeting kernels models runner scheduler.program",
+        "errors types plan ingress.remote kernels models runner scheduler.program",
         STDLIB | {"torch"},
     ),
     "sharded.plan": Floor("errors", PURE),
@@ -89,8 +89,8 @@ GROUPS = {
     "device.rings": Floor("errors ingress device", STDLIB | {"numpy", "torch"}),
     # the engine, its callers, and what is made of both
     "engine": Floor(
-        f"{BASE} block_file cores cuda device drafters grammar ingress kernels.software logs models "
-        "plugins private record runner scheduler sharded",
+        f"{BASE} block_file cores cuda device drafters grammar ingress kernels.software logs "
+        "models plugins private record runner scheduler sharded",
         STDLIB | {"numpy", "safetensors", "torch", "transformers"},
     ),
     LOOP: Floor(f"{BASE} {LOOP} drafters ingress record runner.protocol scheduler", PURE),
@@ -187,7 +187,7 @@ GROUPS = {
     "ray.load ray.scaling": Floor("types fleet.routes", PURE | {"threading"}),
     "cli": Floor(
         f"__init__ {BASE} cores cuda.calls device.rank drafters fleet.routes hints "
-        "ingress.remote.meeting kernels llm logs measure models plugins ray record server "
+        "ingress.remote kernels llm logs measure models plugins ray record server "
         "sharded.host_rank sharded.hosts sim spelling torchless upcycle workloads",
         STDLIB | {"prometheus_client", "rich", "torch", "transformers", "typer"},
     ),

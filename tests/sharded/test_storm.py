@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,10 +44,17 @@ def expected() -> Iterator[list[Any]]:
         engine.close()
 
 
-@pytest.fixture(params=["one host", "two hosts"])
-def hosts(request: pytest.FixtureRequest) -> Iterator[list[str]]:
-    """Hosts of the ranks except rank 0."""
-    if request.param == "one host":
+CASES = [
+    *(("one host", operation) for operation in METHODS),
+    *(("two hosts", operation) for operation in METHODS if METHODS[operation] == "run"),
+]
+"""Places of the ranks, and operations. A swap makes no call of ranks."""
+
+
+@contextmanager
+def hosts_of(place: str) -> Iterator[list[str]]:
+    """Yield the hosts of the ranks except rank 0."""
+    if place == "one host":
         yield []
         return
     with RankHost(tiny_model, secret=b"") as host:
@@ -54,15 +62,22 @@ def hosts(request: pytest.FixtureRequest) -> Iterator[list[str]]:
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("operation", METHODS)
+@pytest.mark.parametrize(("place", "operation"), CASES)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("rank", range(TP))
 def test_every_request_is_answered_once_whatever_rank_fails_at_whatever_operation(
-    rank: int, how: signal.Signals, operation: str, hosts: list[str], expected: list[Any]
+    rank: int, how: signal.Signals, place: str, operation: str, expected: list[Any]
 ) -> None:
     """LS requests come one after the other, and preempt BE requests, until the engine is new."""
+    with hosts_of(place) as hosts:
+        ranks = {"tp": TP, "tp_hosts": hosts, "rank_deadline_s": DEADLINE_S}
+        serve_and_fail(rank, how, operation, ranks, expected)
+
+
+def serve_and_fail(
+    rank: int, how: signal.Signals, operation: str, ranks: dict[str, Any], expected: list[Any]
+) -> None:
     policy = "rota" if operation.startswith("swap") else "qllm2"
-    ranks = {"tp": TP, "tp_hosts": hosts, "rank_deadline_s": DEADLINE_S}
     new = partial(tiny_engine, policy=policy, **ranks, **SHORT_OF_KV)
     delay_s = 0.002 * random.Random(f"{rank} {how} {operation}").random()
     with serving(new(), new, restart_backoff_s=0) as served:
