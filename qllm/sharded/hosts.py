@@ -15,9 +15,11 @@ import os
 import secrets
 import select
 import socket
+import struct
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from ctypes import c_int64, c_void_p
 from typing import Any, NamedTuple
 
@@ -38,6 +40,8 @@ both have times in logs."""
 LOAD_S = 120.0
 """Seconds that a host may take, in addition to the time that a rank of this host may take. It reads
 the model itself."""
+RESET = struct.pack("ii", 1, 0)
+"""Value of `SO_LINGER` with which closing a connection drops what is not sent."""
 KEEPALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
@@ -282,5 +286,7 @@ def _hang_up(wires: dict[int, Wire], owner: int) -> None:
         return
     for wire in wires.values():
         wire.hang_up()
+        with suppress(OSError):  # a rank that is stopped reads no more, and must see the end
+            wire.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
         wire.close()
     wires.clear()

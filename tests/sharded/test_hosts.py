@@ -232,6 +232,21 @@ def test_a_rank_that_ends_or_hangs_is_an_error_that_names_its_host(
     assert_same(served(runner_over(addresses, wide_model(NAME))), whole(NAME, "bf16"))
 
 
+def test_a_host_ends_a_rank_that_is_stopped_and_reads_no_more() -> None:
+    """Rank 0 ends with bytes for it that were never sent."""
+    with RankHost(lambda _: wide_model(NAME)) as host:
+        runner = runner_over([host.address], wide_model(NAME), deadline_s=1)
+        backend: Any = runner.backend
+        os.kill(backend.ranks[1]["pid"], signal.SIGSTOP)
+        large = backend._memory.copy(torch.ones(32 << 20, dtype=torch.uint8))
+        with pytest.raises(DeviceError, match="did not come within 1 s"):
+            backend.compute.embed([1])
+        assert large.numel() > 0
+        runner.close()
+        wait_for(lambda: not is_there(backend.ranks[1]["pid"]))
+        start_over(host.address)
+
+
 def test_ranks_end_with_their_runner(hosts: Callable[..., list[str]]) -> None:
     runner = runner_over(hosts(lambda: wide_model(NAME), 2), wide_model(NAME))
     pids = group_of(runner).processes[1:]
