@@ -209,6 +209,13 @@ class EngineConfig:
     """Ranks that split every layer of the model and compute each step together. On the CPU a rank
     is a process, and the answers are those of one rank, bit for bit. On CUDA one process has all
     ranks (docs/design/sharded.md)."""
+    tp_hosts: tuple[str, ...] = ()
+    """Addresses HOST:PORT of the other ranks, at which `qllm rank` listens: one rank on each host,
+    and one here, so `tp` is one more. Empty: all ranks are processes of this machine
+    (docs/design/sharded.md)."""
+    tp_secret_file: str | None = None
+    """File with a secret that the hosts of all ranks have. Addresses that only this machine can
+    reach need none."""
     rank_deadline_s: float = 30.0
     """Seconds that ranks on the CPU wait for a rank that hangs before the engine ends with an
     error."""
@@ -259,7 +266,9 @@ class EngineConfig:
 
     def _read_values(self) -> None:
         """Replace paths by their texts, and sizes by bytes."""
-        for name in ("kv_dir", "expert_dir"):
+        if isinstance(self.tp_hosts, list):
+            object.__setattr__(self, "tp_hosts", tuple(self.tp_hosts))
+        for name in ("kv_dir", "expert_dir", "tp_secret_file"):
             if isinstance(path := getattr(self, name), PurePath):
                 object.__setattr__(self, name, str(path))
         for name in ("memory", "max_expert_bytes"):
@@ -311,6 +320,25 @@ class EngineConfig:
                     f"{name}={getattr(self, name)!r} needs tp=1, and tp={self.tp}: {why}; leave "
                     f"{name} at {value!r}, or use tp=1"
                 )
+        self._check_hosts()
+
+    def _check_hosts(self) -> None:
+        hosts, file = self.tp_hosts, self.tp_secret_file
+        if not isinstance(hosts, tuple) or not all(isinstance(x, str) and x for x in hosts):
+            raise ConfigError(f"tp_hosts={shown(hosts)} must be a list of addresses HOST:PORT")
+        if len(set(hosts)) < len(hosts):
+            raise ConfigError(f"tp_hosts={shown(hosts)} names a host twice; name each host once")
+        if hosts and self.tp != 1 + len(hosts):
+            raise ConfigError(
+                f"tp={self.tp} with {len(hosts)} tp_hosts: each host has one rank, and this one "
+                f"has one; use tp={1 + len(hosts)}"
+            )
+        if file is not None and not (isinstance(file, str) and file):
+            raise ConfigError(f"tp_secret_file={shown(file)} must be None or the path of a file")
+        if file is not None and not hosts:
+            raise ConfigError(
+                f"tp_secret_file={file!r} is for tp_hosts; give both, or leave it out"
+            )
 
     def _check_sizes(self) -> None:
         segment = self.max_segment_ms

@@ -104,7 +104,7 @@ ALLOWED = {
         "set_linear_cache",
     ],
     "types in quotes": ["Axes"],
-    "native code": ["tasks_left", "look_ns"],
+    "native code": ["tasks_left", "look_ns", "num_changed"],
     "values of a setting": ["ORDER"],
 }
 

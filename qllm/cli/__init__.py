@@ -8,6 +8,7 @@ from qllm.cli import (  # noqa: F401 - each adds its commands
     drafters,
     policies,
     profile,
+    rank,
     run,
     serve,
     sim,

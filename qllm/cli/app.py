@@ -161,6 +161,14 @@ Ranks = Annotated[
         help="Ranks that share the model's weights and compute each step together.",
     ),
 ]
+RankHosts = Annotated[
+    str | None,
+    typer.Option(
+        "--tp-hosts",
+        metavar="HOST:PORT,...",
+        help="Other hosts with one of these processes each, where `qllm rank` listens.",
+    ),
+]
 ExpertBytes = Annotated[
     str | None,
     typer.Option(

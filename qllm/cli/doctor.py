@@ -32,7 +32,8 @@ DEFAULT_POLICY = "qllm2"
 OF_SIZES = (
     "depth", "memory", "max_num_seqs", "max_kv_tokens", "block_size", "prefix_cache",
     "prefix_cache_tokens", "prefix_states_gib", "swap_kv_tokens", "expert_weights", "kernels", "tp",
-    "rank_deadline_s", "max_expert_bytes", "expert_dir", "activations",
+    "tp_hosts", "tp_secret_file", "rank_deadline_s", "max_expert_bytes", "expert_dir",
+    "activations",
 )  # fmt: skip
 """Settings on which the sizes of an engine depend."""
 OF_REQUEST = 2048

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ from qllm.errors import CRASHED, ConfigError, DeviceError, EngineClosedError, Mo
 from qllm.grammar import Vocabulary
 from qllm.ingress import LOOK, Call, Submission
 from qllm.ingress.messages import ModelInfo
+from qllm.ingress.remote.meeting import parse_address, read_secret
 from qllm.models.depth import num_layers, whole_layers
 from qllm.models.loader import LoadedModel
 from qllm.models.tokenizer import vocabulary_of
@@ -105,6 +107,11 @@ def make_runner(model: Any, config: EngineConfig) -> TorchRunner:
     refuse_rounding(model, config.expert_weights)
     if config.activations != "bf16":
         raise ConfigError(f"activations={config.activations!r} is for the CPU; use 'bf16'")
+    if config.tp_hosts:
+        raise ConfigError(
+            f"tp_hosts={config.tp_hosts!r} is for ranks on the CPU: one process has all ranks of "
+            "GPUs; leave it out"
+        )
     if config.kv_dir is not None:
         raise ConfigError(
             f"kv_dir={config.kv_dir!r} needs an exact prefix cache, and there is none on CUDA: "
@@ -126,11 +133,14 @@ def make_runner(model: Any, config: EngineConfig) -> TorchRunner:
 
 
 def _on_ranks(model: Any, config: EngineConfig) -> TorchRunner:
-    """Return the runner of a model that is split over ranks, which share the engine's threads."""
+    """Return the runner of a model that is split over ranks.
+
+    Ranks of this machine share the engine's threads. Other hosts have threads of their own.
+    """
     from qllm.sharded.runner import sharded_runner
 
-    cores = usable_cores()
-    if config.tp > cores:
+    cores, here = usable_cores(), 1 if config.tp_hosts else config.tp
+    if here > cores:
         raise ConfigError(
             f"tp={config.tp} is too many ranks: this process may use {cores} cores, and each rank "
             f"needs one; use tp={cores} or less"
@@ -142,9 +152,22 @@ def _on_ranks(model: Any, config: EngineConfig) -> TorchRunner:
         batch_invariant=config.batch_invariant,
         expert_weights=config.expert_weights,
         activations=config.activations,
-        threads=max(1, torch.get_num_threads() // config.tp),
+        threads=max(1, torch.get_num_threads() // here),
         deadline_s=config.rank_deadline_s,
+        hosts=config.tp_hosts,
+        secret=secret_of(config),
     )
+
+
+def secret_of(config: EngineConfig) -> bytes:
+    """Return the secret of the hosts of ranks.
+
+    Raises:
+        ConfigError: A host's address has another form, or needs a secret that is missing or short.
+    """
+    file = None if config.tp_secret_file is None else Path(config.tp_secret_file)
+    secrets = [read_secret(file, parse_address(host), "tp_secret_file") for host in config.tp_hosts]
+    return max(secrets, default=b"")
 
 
 def refuse_rounding(model: Any, expert_weights: str) -> None:
@@ -305,7 +328,8 @@ class LoadedRunner:
             self.runner = make_runner(model, config)
         try:
             if not on_cuda:
-                pids = [rank["pid"] for rank in self.runner.backend.ranks[1:]]
+                ranks = self.runner.backend.ranks
+                pids = [rank["pid"] for rank in ranks[1:] if "host" not in rank]
                 costs = cpu_costs(config, self.runner, self.drafting)
                 config, self.memory = choose(config, costs, ranks=pids)
             self.config = config

@@ -30,7 +30,7 @@ from qllm.engine.handover.transfer import Puller, give
 from qllm.engine.memory import Claim
 from qllm.engine.remote import RemoteFrontEnd, RemoteListener, trim_latencies
 from qllm.engine.served import LoopEngine, ProcessContext, ServedEngine
-from qllm.engine.storage.identity import software, weights_digest
+from qllm.engine.storage.identity import weights_digest
 from qllm.engine.storage.own_threads import set_own_torch_threads
 from qllm.errors import ConfigError, EngineClosedError, QllmError, contained
 from qllm.ingress.front_end import ring_bytes
@@ -39,6 +39,7 @@ from qllm.ingress.messages import EngineCard, Hello, Restored, Source, Start
 from qllm.ingress.remote.meeting import Wire
 from qllm.ingress.remote.nixl import check_profile
 from qllm.ingress.shm import Doorbell
+from qllm.kernels.software import software
 from qllm.logs import configured, inherited
 from qllm.models.aliases import ALIASES
 from qllm.models.loader import load

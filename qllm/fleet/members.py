@@ -17,7 +17,7 @@ from qllm.frontend.rings import RingClient
 OF_ONE_ENGINE = {
     "conformance", "handover_gib", "kv_dir", "kv_dir_gib", "kv_dir_reset", "record", "role",
     "memory", "swap_kv_tokens", "tp", "rank_deadline_s", "max_expert_bytes", "expert_dir",
-    "shared_cores",
+    "shared_cores", "tp_hosts", "tp_secret_file",
 }  # fmt: skip
 """Settings that may differ between the engines of a fleet, because no answer depends on them."""
 CHOSEN = "chosen by the engine"

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -137,7 +138,7 @@ class CpuBackend:
         """True if this project's kernels run every layer."""
         return self.sweep.num_layers == len(self.drivers) or self.compute.is_ours
 
-    ranks: Sequence[Mapping[str, int]] = ()
+    ranks: Sequence[Mapping[str, Any]] = ()
     shares_blocks = False
     copy_bytes_per_ms = 4_000_000
     """Nominal copy rate of one thread."""

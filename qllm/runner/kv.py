@@ -163,10 +163,14 @@ class SlabKV(RequestKV):
             raise InvariantError(f"layer {layer} has no KV up to {hi} (I9)")
         return slab[0].narrow(2, lo, hi - lo), slab[1].narrow(2, lo, hi - lo)
 
+    def read_all(self, lo: int, hi: int) -> list[tuple[Tensor, Tensor]]:
+        """Return the keys and values of positions [lo, hi) of every layer that stores some."""
+        return [self.read(layer, lo, hi) for layer in self.kv_layers]
+
     def copy_out(self, lo: int, hi: int) -> tuple[Tensor, Tensor]:
         if hi > self.committed:
             raise InvariantError(f"KV up to {hi} is kept and {self.committed} are committed")
-        parts = [self.read(layer, lo, hi) for layer in self.kv_layers]
+        parts = self.read_all(lo, hi)
         return torch.cat([k for k, _ in parts]), torch.cat([v for _, v in parts])
 
     def copy_in(self, lo: int, page: tuple[Tensor, Tensor]) -> None:

@@ -14,7 +14,7 @@ from qllm.runner.layers.linears import HEAD_BLOCK, Head, HeadBlocks
 from qllm.runner.layers.native_parts import norm_of
 from qllm.runner.protocol import NEVER
 from qllm.sharded.desks import Desk, Desks
-from qllm.sharded.group import EMBED, HEAD, Group
+from qllm.sharded.group import EMBED, HEAD, Calls
 from qllm.sharded.memory import SharedMemory
 from qllm.types import Grain
 
@@ -60,7 +60,7 @@ class RankEmbedding:
         parts: Parts of the model.
     """
 
-    def __init__(self, group: Group, memory: SharedMemory, parts: ModelParts) -> None:
+    def __init__(self, group: Calls, memory: SharedMemory, parts: ModelParts) -> None:
         self._group, self._memory = group, memory
         self._multiplier, like = parts.embedding_multiplier, parts.like
         self._num, self._width = parts.lm_head.out_features, parts.lm_head.in_features
@@ -81,7 +81,9 @@ class RankEmbedding:
         place = memory.empty((ctypes.sizeof(EmbedCall),), torch.uint8)
         call = EmbedCall.from_address(place.data_ptr())
         call.x, call.ids, call.num = x_TD.data_ptr(), numbers.data_ptr(), len(ids)
+        memory.share(place)
         self._group.call(EMBED, place.data_ptr())
+        memory.share(x_TD)  # rank 0 has all rows
         return x_TD if self._multiplier is None else x_TD * self._multiplier
 
 
@@ -98,7 +100,7 @@ class RankHead(Head):
         parts: Parts of the model.
     """
 
-    def __init__(self, group: Group, memory: SharedMemory, desks: Desks, parts: ModelParts) -> None:
+    def __init__(self, group: Calls, memory: SharedMemory, desks: Desks, parts: ModelParts) -> None:
         self._group, self._memory, self._desks = group, memory, desks
         self.norm, self.kernel = norm_of(parts.norm), f"qllm {cpu.kind()} on {group.size} ranks"
         self.vocab_size, self.block_size = parts.lm_head.out_features, HEAD_BLOCK
@@ -168,6 +170,7 @@ class RankHead(Head):
             desk=desk.address - 1,
             is_new=desk.is_new,
         )
+        self._memory.share(self._place)
         self._group.call(HEAD, self._place.data_ptr())
         desk.is_new, desk.is_held, desk.num_bytes = False, not call.is_done, call.kept_bytes
         blocks.call_ns, blocks.longest_ns = call.call_ns, call.longest_ns

@@ -62,13 +62,38 @@ class RankKV(SlabKV):
     def write(self, layer: int, k_1GTH: Tensor, v_1GTH: Tensor, lo: int) -> None:
         self.bases((k_1GTH.shape[3], v_1GTH.shape[3]), k_1GTH.dtype)
         hi = lo + k_1GTH.shape[2]
-        for heads, part in zip(self._heads, self.parts, strict=True):
+        for rank, (heads, part) in enumerate(zip(self._heads, self.parts, strict=True)):
             for mine, given in zip(part, (k_1GTH, v_1GTH), strict=True):
                 mine[layer, :, lo:hi] = given[0, heads.start : heads.stop]
+                self._memory.share(mine[layer, :, lo:hi], rank)
         self.reach(hi)
 
     def read(self, layer: int, lo: int, hi: int) -> tuple[Tensor, Tensor]:
         """Return copies of the keys and values of positions [lo, hi)."""
+        self._fetch((layer,), lo, hi)
+        return self._read(layer, lo, hi)
+
+    def read_all(self, lo: int, hi: int) -> list[tuple[Tensor, Tensor]]:
+        self._fetch(self.kv_layers, lo, hi)
+        return [self._read(layer, lo, hi) for layer in self.kv_layers]
+
+    def _fetch(self, layers: Sequence[int], lo: int, hi: int) -> None:
+        """Let rank 0 read the KV of positions [lo, hi) that other ranks have written."""
+        if self.parts and hi <= self.written:
+            owners = [rank for rank, _ in self._owners()]
+            wanted = [(t, rank) for rank in owners for t in self.parts[rank]]
+            self._memory.fetch([(t[n, :, lo:hi], rank) for t, rank in wanted for n in layers])
+
+    def _owners(self) -> list[tuple[int, int]]:
+        """Return ranks that have all heads together, with the heads that an earlier one has."""
+        found, end = [], 0
+        for rank, heads in enumerate(self._heads):
+            if heads.stop > end:
+                found.append((rank, end - heads.start))
+                end = heads.stop
+        return found
+
+    def _read(self, layer: int, lo: int, hi: int) -> tuple[Tensor, Tensor]:
         if not self.parts or hi > self.written:
             raise InvariantError(f"layer {layer} has no KV up to {hi} (I9)")
         k, v = (self._of_all(which, layer, lo, hi).unsqueeze(0) for which in (0, 1))
@@ -79,11 +104,7 @@ class RankKV(SlabKV):
 
         No other position is copied: the prefix cache reads a page at a time.
         """
-        found, end = [], 0
-        for heads, part in zip(self._heads, self.parts, strict=True):
-            if heads.stop > end:
-                found.append(part[which][layer, end - heads.start :, lo:hi])
-                end = heads.stop
+        found = [self.parts[rank][which][layer, skip:, lo:hi] for rank, skip in self._owners()]
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def clear(self) -> None:
@@ -91,6 +112,7 @@ class RankKV(SlabKV):
         self.parts = []
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        for layer in self.kv_layers if self.parts else ():
-            for name, t in zip("kv", self.read(layer, 0, self.written), strict=True):
+        found = self.read_all(0, self.written) if self.parts else []
+        for layer, both in zip(self.kv_layers, found, strict=bool(found)):
+            for name, t in zip("kv", both, strict=True):
                 yield f"{name}.{layer}", t.clone()

@@ -42,7 +42,8 @@ class SharedMemory:
             file = os.memfd_create("qllm-ranks", os.MFD_CLOEXEC)
             try:
                 os.ftruncate(file, ADDRESS_BYTES)
-                self._memory = mmap.mmap(file, ADDRESS_BYTES)
+                self.start = self._map(file)
+                """First address."""
             finally:
                 os.close(file)
         except OSError as error:
@@ -51,13 +52,15 @@ class SharedMemory:
                 f"system refuses them ({error}); raise the limit of virtual memory (ulimit -v), or "
                 "use tp=1"
             ) from error
-        view = (ctypes.c_byte * 1).from_buffer(self._memory)
-        self._start, self._next = ctypes.addressof(view), 0
-        self._owner = os.getpid()
-        del view
+        self._next, self._owner = 0, os.getpid()
         self._lock = threading.Lock()
         self._free: defaultdict[int, list[int]] = defaultdict(list)
         """Starts of free ranges, by size."""
+
+    def _map(self, file: int) -> int:
+        """Map the file, and return its first address."""
+        self._memory = mmap.mmap(file, ADDRESS_BYTES)
+        return ctypes.addressof((ctypes.c_byte * 1).from_buffer(self._memory))
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor. Callable from any thread."""
@@ -71,17 +74,32 @@ class SharedMemory:
             at = free.pop()
         except IndexError:
             at = self._take(size)
-        array = (ctypes.c_byte * num_bytes).from_address(self._start + at)
+        array = (ctypes.c_byte * num_bytes).from_address(self.start + at)
         weakref.finalize(array, self._give_back, at, size).atexit = False
         return torch.frombuffer(array, dtype=dtype, count=numel).view(tuple(shape))
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Return a contiguous copy of a tensor."""
-        return self.empty(tensor.shape, tensor.dtype).copy_(tensor)
+        """Return a contiguous copy of a tensor, which all ranks have."""
+        copy = self.empty(tensor.shape, tensor.dtype).copy_(tensor)
+        self.share(copy)
+        return copy
+
+    def share(self, tensor: Tensor, rank: int | None = None) -> None:
+        """Let the next call read values of this memory that Python has written in rank 0.
+
+        Args:
+            tensor: Tensor of this memory, or a part whose rows are contiguous.
+            rank: The only rank that reads it; None is all ranks.
+        """
+        # ranks of one host see them
+
+    def fetch(self, tensors: Sequence[tuple[Tensor, int]]) -> None:
+        """Let rank 0 read tensors that other ranks have written, each with its rank."""
+        # rank 0 sees them
 
     def holds(self, tensor: Tensor) -> bool:
         """Return True if a contiguous tensor lies in this memory."""
-        at = tensor.data_ptr() - self._start
+        at = tensor.data_ptr() - self.start
         return 0 <= at < ADDRESS_BYTES and tensor.is_contiguous()
 
     def _take(self, size: int) -> int:
@@ -99,8 +117,12 @@ class SharedMemory:
         if os.getpid() != self._owner:  # another process has a copy of the tensor's object
             return
         if size >= LARGE:
-            self._memory.madvise(mmap.MADV_REMOVE, at, size)
+            self._drop(at, size)
         self._free[size].append(at)
+
+    def _drop(self, at: int, size: int) -> None:
+        """Give the memory of pages back to the system."""
+        self._memory.madvise(mmap.MADV_REMOVE, at, size)
 
 
 def _rounded(num_bytes: int) -> int:

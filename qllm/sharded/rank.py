@@ -88,6 +88,7 @@ class RankStruct(ctypes.Structure):
         ("call", c_int64),
         ("has_moved", c_int64),
         ("gathered_bytes", c_int64),
+        ("link", c_void_p),
     )
 
 

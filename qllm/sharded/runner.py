@@ -1,15 +1,15 @@
-"""A runner whose model is split over several processes of this host.
+"""A runner whose model is split over several processes, of this host or of several.
 
     TorchRunner    requests, frames, programs, samples: as for one process, in rank 0's process
-      RankBackend    KV in shared memory
+      RankBackend    KV in the memory of ranks
         RankCompute    embedding, layers and head, each a call of all ranks
 
 The scheduler and the runner do not know of ranks. Other ranks hold no requests and no frames: they
-get addresses of shared memory with every call.
+get addresses of that memory with every call.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import nn
 
@@ -24,8 +24,10 @@ from qllm.runner.layers.rows import PLAIN
 from qllm.runner.layers.trial import Charge
 from qllm.runner.runner import TorchRunner
 from qllm.scheduler.program import OpKind
-from qllm.sharded.group import DEADLINE_S, Group
+from qllm.sharded.group import DEADLINE_S, Calls, Group
 from qllm.sharded.head import RankEmbedding, RankHead
+from qllm.sharded.host_memory import HostMemory
+from qllm.sharded.hosts import HostGroup
 from qllm.sharded.kv import RankKV
 from qllm.sharded.memory import SharedMemory
 from qllm.sharded.plan import ROWS_FROM
@@ -44,9 +46,11 @@ def sharded_runner(
     threads: int = 1,
     rows_from: int = ROWS_FROM,
     deadline_s: float = DEADLINE_S,
+    hosts: Sequence[str] = (),
+    secret: bytes = b"",
     clock: Callable[[], int] = time.perf_counter_ns,
 ) -> TorchRunner:
-    """Return a runner on `tp` ranks: this process, and forked processes.
+    """Return a runner on `tp` ranks: this process, and forked processes or those of other hosts.
 
     Results have the bits of `cpu_runner`.
 
@@ -61,25 +65,32 @@ def sharded_runner(
         rows_from: Least rows of an op whose output projection is split by rows. No result depends
             on this number.
         deadline_s: Seconds that a rank waits for the others before all ranks fail.
+        hosts: Addresses HOST:PORT of ranks 1, 2, ...; without them all ranks are on this host.
+        secret: Secret that all hosts have.
         clock: Clock in nanoseconds that measures segments.
 
     Raises:
         ModelError: A part of the model cannot be split.
-        ConfigError: The model cannot be split over so many ranks, or a setting is not possible.
+        ConfigError: The model cannot be split over so many ranks, or a setting is not possible. Or
+            a host has something else than this one: see `HostGroup`.
         DeviceError: A rank did not start.
     """
     if not deadline_s > 0:
         raise ConfigError(f"deadline_s={shown(deadline_s)} is no time; use a number above 0")
     split = split_model(model, tp, expert_weights=expert_weights, activations=activations)
-    memory = SharedMemory()
-    group = Group(split, memory, threads, deadline_s)
+    rounding = expert_weights, activations
+    memory = HostMemory() if hosts else SharedMemory()
+    group: Calls
+    if isinstance(memory, HostMemory):
+        group = HostGroup(split, memory, hosts, secret, rounding, threads, deadline_s)
+    else:
+        group = Group(split, memory, threads, deadline_s)
 
     def backend(parts: ModelParts) -> RankBackend:
         compute = RankCompute(split, group, memory, rows_from, threads)
         return RankBackend(split, group, memory, compute, max_segment_ms, batch_invariant)
 
     try:
-        rounding = expert_weights, activations
         runner = TorchRunner(model, backend, rounding=rounding, on_ranks=True, clock=clock)
     except BaseException:
         group.close()
@@ -112,7 +123,7 @@ class RankCompute(Compute):
     def __init__(
         self,
         split: SplitModel,
-        group: Group,
+        group: Calls,
         memory: SharedMemory,
         rows_from: int,
         threads: int,
@@ -173,7 +184,7 @@ class RankBackend(CpuBackend):
     def __init__(
         self,
         split: SplitModel,
-        group: Group,
+        group: Calls,
         memory: SharedMemory,
         compute: RankCompute,
         max_segment_ms: float,
@@ -182,7 +193,10 @@ class RankBackend(CpuBackend):
         self.group, self._memory = group, memory
         super().__init__(split.model, split.parts, compute, max_segment_ms, batch_invariant)
         pids = zip(group.processes, split.plan.ranks, strict=True)
-        self.ranks = [{"pid": pid, "weight_bytes": plan.num_bytes} for pid, plan in pids]
+        here = [{"pid": pid, "weight_bytes": plan.num_bytes} for pid, plan in pids]
+        places = zip(here[1:], group.hosts, strict=False)
+        apart = [rank | {"host": name} for rank, name in places]
+        self.ranks = [here[0], *(apart or here[1:])]
         self._heads = [plan.layers[0].kv_heads for plan in split.plan.ranks]
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qllm.runner.buffers import LayerBuffers, Sizes, Storage
-from qllm.runner.frame import Frame, NewStep
+from qllm.runner.frame import Frame, LayerState, NewStep
 from qllm.runner.layers.attention import Span
 from qllm.runner.layers.native import NativeLayer
 from qllm.runner.layers.native_experts import NativeBank
@@ -21,7 +21,7 @@ from qllm.runner.layers.work import Bank, Work
 from qllm.runner.sweep import LayerOps, LayerOpStruct, Sweep, SweepStruct
 from qllm.scheduler.program import Op, OpKind
 from qllm.sharded.desks import Desks
-from qllm.sharded.group import SWEEP, Group
+from qllm.sharded.group import SWEEP, Calls
 from qllm.sharded.memory import SharedMemory
 
 SPAN_INTS, UNIT_INTS = 6, 3
@@ -46,10 +46,10 @@ class SharedStorage(Storage):
 
     def __init__(self, memory: SharedMemory) -> None:
         super().__init__()
-        self._memory = memory
+        self.memory = memory
 
     def fresh(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return self._memory.empty(shape, dtype)
+        return self.memory.empty(shape, dtype)
 
 
 class RankBuffers(LayerBuffers):
@@ -69,16 +69,24 @@ class RankBuffers(LayerBuffers):
         x_TD: Tensor,
         layer: NativeLayer,
         sizes: Sizes,
-        storage: Storage,
+        storage: SharedStorage,
         widths: Mapping[str, int],
         has_shared: bool,
     ) -> None:
         super().__init__(x_TD, layer, sizes, storage)
+        self._memory = storage.memory
         self._unit_rows, num, dtype = sizes.unit_rows, len(x_TD), x_TD.dtype
         if has_shared and layer.router is not None:
             self.shared_TD = storage.take("shared", tuple(x_TD.shape), dtype)
         given = {name: storage.take(name, (num, width), dtype) for name, width in widths.items()}
         self.places = self._places() | {name: x.data_ptr() for name, x in given.items()}
+
+    def load_from(self, state: LayerState) -> None:
+        super().load_from(state)
+        held = (self.mid_TD, self.normed_TD, self.ids_TK, self.weights_TK, self.slots_SD)
+        for tensor in (*held, self.next_TD, self.shared_TD):
+            if tensor is not None:
+                self._memory.share(tensor)
 
     def _work(self, bank: Bank, num_units: int) -> Work:
         work = Work(bank, self.ids_TK, self._unit_rows)
@@ -109,7 +117,7 @@ class RankSweep(Sweep):
 
     def __init__(
         self,
-        group: Group,
+        group: Calls,
         memory: SharedMemory,
         banks: Sequence[NativeBank | None],
         rows_from: int,
@@ -144,6 +152,7 @@ class RankSweep(Sweep):
         desk, call, counted = self.desks.at(s.course), self._shared, _counted(s)
         s.rows_from = self._rows_from
         call.sweep, call.desk, call.is_new = s, desk.address - 1, desk.is_new
+        self._memory.share(self._place)
         self._group.call(SWEEP, ctypes.addressof(call))
         ctypes.pointer(s)[0] = call.sweep
         desk.done, desk.is_held, desk.num_bytes = call.done, bool(call.inside), call.kept_bytes
@@ -180,6 +189,7 @@ class RankSweep(Sweep):
                 part.num_spans, part.whole = len(step.spans), step.num_attended == step.num_tokens
                 part.spans = own.data_ptr()
                 part.cos, part.sin = copies[0].data_ptr(), copies[-1].data_ptr()
+        memory.share(place)
         return LayerOps(ops, structs, steps, (place, *keep))
 
     def _spans(self, spans: Sequence[Span], dtype: torch.dtype) -> Tensor:
@@ -189,10 +199,12 @@ class RankSweep(Sweep):
             for row, base in zip(rows, kv.bases(self._kv_widths, dtype), strict=True):
                 row.append([*base, kv.capacity, at, lo, hi])
         found = self._memory.empty((len(rows), len(spans), SPAN_INTS), torch.int64)
-        return found.copy_(torch.tensor(rows, dtype=torch.int64).view(found.shape))
+        found.copy_(torch.tensor(rows, dtype=torch.int64).view(found.shape))
+        self._memory.share(found)
+        return found
 
     def _buffers(
         self, x_TD: Tensor, layer: NativeLayer, sizes: Sizes, storage: Storage | None
     ) -> LayerBuffers:
-        storage = storage or SharedStorage(self._memory)
-        return RankBuffers(x_TD, layer, sizes, storage, self._widths, self._has_shared)
+        shared = storage if isinstance(storage, SharedStorage) else SharedStorage(self._memory)
+        return RankBuffers(x_TD, layer, sizes, shared, self._widths, self._has_shared)

@@ -66,7 +66,8 @@ GROUPS = {
     "runner.protocol": Floor("errors types plan scheduler.program", PURE),
     "runner.displacing runner.placing": Floor("types runner.displacing", PURE | {"numpy"}),
     "sharded": Floor(
-        "errors types plan kernels models runner scheduler.program", STDLIB | {"torch"}
+        "errors types plan ingress.remote kernels models runner scheduler.program",
+        STDLIB | {"torch"},
     ),
     "sharded.plan": Floor("errors", PURE),
     "cuda": Floor(
@@ -88,8 +89,8 @@ GROUPS = {
     "device.rings": Floor("errors ingress device", STDLIB | {"numpy", "torch"}),
     # the engine, its callers, and what is made of both
     "engine": Floor(
-        f"{BASE} block_file cores cuda device drafters grammar ingress logs models plugins private "
-        "record runner scheduler sharded",
+        f"{BASE} block_file cores cuda device drafters grammar ingress kernels.software logs "
+        "models plugins private record runner scheduler sharded",
         STDLIB | {"numpy", "safetensors", "torch", "transformers"},
     ),
     LOOP: Floor(f"{BASE} {LOOP} drafters ingress record runner.protocol scheduler", PURE),
@@ -111,7 +112,7 @@ GROUPS = {
     "engine.sizes": Floor("errors config", PURE),
     "engine.handover": Floor(
         f"{BASE} block_file engine.costs engine.delayed engine.kv engine.loop engine.remote "
-        "engine.storage ingress models record runner scheduler",
+        "engine.storage ingress kernels.software models record runner scheduler",
         STDLIB | {"numpy", "safetensors", "torch"},
     ),
     "frontend": Floor(
@@ -185,8 +186,9 @@ GROUPS = {
     ),
     "ray.load ray.scaling": Floor("types fleet.routes", PURE | {"threading"}),
     "cli": Floor(
-        f"__init__ {BASE} cores cuda.calls device.rank drafters fleet.routes hints kernels llm "
-        "logs measure models plugins ray record server sim spelling torchless upcycle workloads",
+        f"__init__ {BASE} cores cuda.calls device.rank drafters fleet.routes hints "
+        "ingress.remote kernels llm logs measure models plugins ray record server "
+        "sharded.host_rank sharded.hosts sim spelling torchless upcycle workloads",
         STDLIB | {"prometheus_client", "rich", "torch", "transformers", "typer"},
     ),
     "__init__": Floor("errors drafters.check frontend.handle llm several sim.check types", PURE),

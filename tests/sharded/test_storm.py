@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 from qllm.kernels import cpu
 from tests.support.engines import state
 from tests.support.rank_faults import METHODS, signal_at
+from tests.support.rank_hosts import RankHost, tiny_model
 from tests.support.replay import COMPLETIONS, SAMPLED, SETTINGS, Asks, Client, body
 from tests.support.serving import serving, tiny_engine
 from tests.support.waiting import wait_for
@@ -42,16 +44,41 @@ def expected() -> Iterator[list[Any]]:
         engine.close()
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("operation", METHODS)
+CASES = [
+    *(("one host", operation) for operation in METHODS),
+    *(("two hosts", operation) for operation in METHODS if METHODS[operation] == "run"),
+]
+"""Places of the ranks, and operations. A swap makes no call of ranks."""
+
+
+@contextmanager
+def hosts_of(place: str) -> Iterator[list[str]]:
+    """Yield the hosts of the ranks except rank 0."""
+    if place == "one host":
+        yield []
+        return
+    with RankHost(tiny_model, secret=b"") as host:
+        yield [host.address]
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(("place", "operation"), CASES)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("rank", range(TP))
 def test_every_request_is_answered_once_whatever_rank_fails_at_whatever_operation(
-    rank: int, how: signal.Signals, operation: str, expected: list[Any]
+    rank: int, how: signal.Signals, place: str, operation: str, expected: list[Any]
 ) -> None:
     """LS requests come one after the other, and preempt BE requests, until the engine is new."""
+    with hosts_of(place) as hosts:
+        ranks = {"tp": TP, "tp_hosts": hosts, "rank_deadline_s": DEADLINE_S}
+        serve_and_fail(rank, how, operation, ranks, expected)
+
+
+def serve_and_fail(
+    rank: int, how: signal.Signals, operation: str, ranks: dict[str, Any], expected: list[Any]
+) -> None:
     policy = "rota" if operation.startswith("swap") else "qllm2"
-    new = partial(tiny_engine, tp=TP, rank_deadline_s=DEADLINE_S, policy=policy, **SHORT_OF_KV)
+    new = partial(tiny_engine, policy=policy, **ranks, **SHORT_OF_KV)
     delay_s = 0.002 * random.Random(f"{rank} {how} {operation}").random()
     with serving(new(), new, restart_backoff_s=0) as served:
         engine = served.front.engine

@@ -27,11 +27,12 @@ from qllm.engine.handover.compatible import Carried, Terms, digest_of, page_part
 from qllm.engine.handover.format import Header, read_header, tensor
 from qllm.engine.handover.outbox import Outbox
 from qllm.engine.loop import EngineLoop, Live
-from qllm.engine.storage.identity import layout_of, software
+from qllm.engine.storage.identity import layout_of
 from qllm.engine.storage.own_threads import set_own_torch_threads
 from qllm.errors import MOVED, CheckpointError
 from qllm.ingress import Call, Submission
 from qllm.ingress.messages import Source
+from qllm.kernels.software import software
 from qllm.record import trace
 from qllm.runner.frame import SavedRows
 from qllm.runner.kv import RequestKV, SlabKV

@@ -14,12 +14,13 @@ from qllm.engine.kv.prefix import PrefixCache
 from qllm.engine.kv.states import KeptStates
 from qllm.engine.kv.tier import FileTier, StoredPage
 from qllm.engine.storage.file import KvFile, Layout, Lock, num_slots_in, open_file
-from qllm.engine.storage.identity import layout_of, software
+from qllm.engine.storage.identity import layout_of
 from qllm.engine.storage.mover import Mover
 from qllm.engine.storage.pages import STATES_IN_FILE, KvPages, num_states, why_not
 from qllm.engine.storage.reads import CLOSE_S, DiskOrder
 from qllm.errors import ConfigError, QllmError
 from qllm.ingress import LOOK
+from qllm.kernels.software import software
 from qllm.private import make_private_folder
 from qllm.runner.runner import TorchRunner
 from qllm.scheduler.prefix import PageStore

@@ -1,16 +1,12 @@
 """Everything but the tokens that decides the bits of cached KV, for the header of a KV file."""
 
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from hashlib import blake2b
-from importlib.metadata import version
 from operator import itemgetter
-from pathlib import Path
 
 import torch
 from torch import nn
 
-from qllm import kernels
 from qllm.engine.storage.file import Layout
 from qllm.models.weights.expert_file import all_in_file
 from qllm.models.weights.on_demand import OnDemand, all_on_demand, held_experts
@@ -38,19 +34,6 @@ def _slab_of(driver: LayerDriver) -> tuple[int, int, int] | None:
     assert isinstance(driver, NativeDriver)
     assert driver.whole is not None
     return driver.whole.slab
-
-
-@cache
-def software() -> str:
-    """Return the versions of the software that decides bits: this package, its kernels, torch."""
-    digest = blake2b(digest_size=16)
-    package = Path(kernels.__file__).parent
-    for path in sorted(package.rglob("*")):
-        if path.suffix in (".so", ".py"):
-            digest.update(path.read_bytes())
-    return (
-        f"qllm {version('qllm-runtime')}, kernels {digest.hexdigest()}, torch {torch.__version__}"
-    )
 
 
 def weights_digest(model: nn.Module) -> str:

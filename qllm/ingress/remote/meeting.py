@@ -8,6 +8,9 @@ After that every message carries a MAC under a key of this connection, with its 
 number. So an attacker on the network cannot add, change, repeat or reorder a message. Messages and
 rings are not encrypted, so use a private network. Messages are JSON. Pickle would let the other
 side run code here.
+
+A rank of a model on another host (`qllm/sharded/`) has the engine's half, and the engine that
+connects to the rank has the front end's.
 """
 
 import hashlib
@@ -87,8 +90,13 @@ def parse_address(text: str) -> Address:
     return Address(host, int(port))
 
 
-def read_secret(file: Path | None, address: Address) -> bytes:
+def read_secret(file: Path | None, address: Address, setting: str = "secret_file") -> bytes:
     """Return the secret that both sides share. It may be empty for a loopback address.
+
+    Args:
+        file: File with the secret; None if there is none.
+        address: Address of one side.
+        setting: Name of the setting with the file, for errors.
 
     Raises:
         ConfigError: The address needs a secret, and the secret is missing or short.
@@ -97,14 +105,14 @@ def read_secret(file: Path | None, address: Address) -> bytes:
         if address.is_loopback():
             return b""
         raise ConfigError(
-            f"{address} can be reached by other hosts: give both sides the same secret_file, with "
+            f"{address} can be reached by other hosts: give both sides the same {setting}, with "
             f"{MIN_SECRET_BYTES} bytes or more, for example of `openssl rand -hex 32`"
         )
-    with naming("secret_file", file):
+    with naming(setting, file):
         secret = file.read_bytes().strip()
     if len(secret) < MIN_SECRET_BYTES:
         raise ConfigError(
-            f"secret_file={str(file)!r} holds {len(secret)} bytes; {MIN_SECRET_BYTES} are needed"
+            f"{setting}={str(file)!r} holds {len(secret)} bytes; {MIN_SECRET_BYTES} are needed"
         )
     return secret
 
@@ -141,6 +149,11 @@ class Wire:
         self._labels = (b"", b"")
         self._counts = [0, 0]
 
+    @property
+    def socket(self) -> socket.socket:
+        """The socket, for what follows the messages."""
+        return self._sock
+
     def fileno(self) -> int:
         """Return the descriptor of the socket."""
         return self._sock.fileno()
@@ -156,7 +169,7 @@ class Wire:
         answer = self.receive()
         nonces = ours + _text(answer, "nonce")
         if not _same(_proof(secret, "front end", nonces), _text(answer, "proof")):
-            raise MeetingError("the front end does not know our secret")
+            raise MeetingError("the other side does not know our secret")
         self.send({"proof": _proof(secret, "engine", nonces)})
         self._begin(secret, nonces, b"engine", b"front end")
 
@@ -183,7 +196,7 @@ class Wire:
         if "error" in answer:
             raise MeetingError(f"it says {answer['error']!r:.200}; {SAME}")
         if not _same(_proof(secret, "engine", nonces), _text(answer, "proof")):
-            raise MeetingError("the engine does not know our secret; is it ours?")
+            raise MeetingError("the other side does not know our secret; is it ours?")
         self._begin(secret, nonces, b"front end", b"engine")
 
     def _begin(self, secret: bytes, nonces: str, ours: bytes, theirs: bytes) -> None:

@@ -99,7 +99,7 @@ void wait_for_ranks(Rank& rank) {
 
 void Rank::stop() {
   group->stopped.store(call, std::memory_order_release);
-  ring(*group);
+  link ? stop_link(*this) : ring(*group);
 }
 
 Desk::Desk() = default;
@@ -126,6 +126,7 @@ Desk& Rank::desk(int64_t number) {
 
 template <class Leave>
 bool Rank::pass(const Leave& leave) {
+  if (link) return !leave() && pass_link(*this);
   Group& g = *group;
   uint64_t seen = g.gate.load(std::memory_order_acquire), next;
   const uint64_t number = seen >> 8;
@@ -168,6 +169,7 @@ bool Course::meet(Rank& rank) {
 }
 
 void meet(const Kernels&, Rank* rank) {
+  if (rank->link) offer(*rank, {});
   rank->pass([] { return false; });
 }
 
@@ -177,10 +179,10 @@ void call_ranks(const Kernels& kernels, Rank* rank, int64_t kind, void* what) {
   g.kind = kind;
   g.stopped_before = g.stopped.load();
   g.what = what;
-  g.call.store(number);
-  ring(g);
   rank->call = number;
   rank->has_moved = 0;
+  g.call.store(number);
+  rank->link ? call_link(*rank, kind, what) : ring(g);
   if (!rank->has_failed()) run_call(kernels, *rank, kind, what);
   g.failure = g.failed.load();
   g.num_gathers = int64_t(g.gate.load() >> 8);
@@ -189,12 +191,14 @@ void call_ranks(const Kernels& kernels, Rank* rank, int64_t kind, void* what) {
 
 void leave_call(Rank& rank) {
   rank.group->bytes.fetch_add(std::exchange(rank.gathered_bytes, 0));
+  if (rank.link) return leave_link(rank);
   if (rank.rank == 0) return wait_for_ranks(rank);
   rank.group->reports[rank.rank].call.store(rank.call, std::memory_order_release);
   ring(*rank.group);
 }
 
 void serve(const Kernels& kernels, Rank* rank) {
+  if (rank->link) return serve_link(kernels, *rank);
   Group& g = *rank->group;
   while (true) {
     auto is_called = [&] { return g.call.load() != rank->call; };
@@ -213,6 +217,7 @@ void serve(const Kernels& kernels, Rank* rank) {
 void free_desks(const Kernels&, Rank* rank) {
   delete rank->desks;
   rank->desks = nullptr;
+  if (rank->link) free_link(*rank->link);
 }
 
 }  // namespace qllm

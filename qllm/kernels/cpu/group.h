@@ -4,7 +4,8 @@
 // In a call all ranks run the same ops. At a gather a rank waits until all ranks have written their
 // part of a tensor. All ranks pass a gather, or none does, and every op ends with one. So ranks
 // that stop are in the same op. Rank 0 alone polls the engine's stop. It sets `stopped`, which the
-// others poll: between two tasks, and while they wait at a gather.
+// others poll: between two tasks, and while they wait at a gather. Ranks on other hosts have no such
+// memory: see link.h.
 #pragma once
 
 #include <stdint.h>
@@ -14,6 +15,7 @@
 #include <vector>
 
 #include "course.h"
+#include "link.h"
 
 namespace qllm {
 
@@ -24,11 +26,12 @@ struct Unit;
 
 constexpr int64_t kMaxRanks = 64;
 
-enum CallKind : int64_t { kRunSweep = 1, kRunHead, kRunEmbed, kEnd };
+enum CallKind : int64_t { kRunSweep = 1, kRunHead, kRunEmbed, kEnd, kFetch };
 enum Failure : int64_t {
   kLate = 1,  // a rank waited for longer than the deadline
   kDead,      // the process of a rank has ended
   kApart,     // ranks stopped in different ops (I11)
+  kGarbled,   // a rank on another host sent something else than a message
 };
 
 // What a rank tells rank 0 of a call.
@@ -96,6 +99,7 @@ struct Rank {
   std::vector<std::unique_ptr<Desk>>* desks;  // by number
   int64_t call, has_moved;  // the call that runs; whether this rank has done a task in it
   int64_t gathered_bytes;   // of this rank's parts of gathered tensors, in the call that runs
+  Link* link;  // to ranks on other hosts, if all others are there; or null
 
   Desk& desk(int64_t number);
   // Waits for all ranks, calling `leave` meanwhile; false if it returned true and one is missing.

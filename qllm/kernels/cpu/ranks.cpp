@@ -4,6 +4,9 @@
 #include <string.h>
 
 #include <algorithm>
+#include <initializer_list>
+#include <utility>
+#include <vector>
 
 #include "pool.h"
 
@@ -22,15 +25,18 @@ Rows own_rows(const Rank& rank, int64_t num) {
   return {lo, num * (rank.rank + 1) / size - lo};
 }
 
-// A gather of a tensor, of which this rank has written so many values of so many bytes.
-void gather(const Sweep& s, int64_t num, int64_t bytes = sizeof(uint16_t)) {
-  if (s.course->meet(*s.rank)) s.rank->gathered_bytes += num * bytes;
+// A gather of tensors, of which this rank has written these regions.
+void gather(const Sweep& s, std::initializer_list<Region> own) {
+  if (s.rank->link) offer(*s.rank, own);
+  if (!s.course->meet(*s.rank)) return;
+  for (const Region& r : own) s.rank->gathered_bytes += r.row_bytes * r.rows;
 }
 
-int64_t slots_of(const Unit* begin, const Unit* end) {
-  int64_t num = 0;
-  for (; begin < end; begin++) num += begin->hi - begin->lo;
-  return num;
+// The slots of units that follow each other: so many values of each, `stride` values apart.
+template <class T>
+Region of_slots(T* at, const Unit* begin, const Unit* end, int64_t num, int64_t stride) {
+  if (begin == end) return region(at, 0);
+  return region(at + begin->lo * stride, num, stride, end[-1].hi - begin->lo);
 }
 
 // Copies rows of `num` values that are so far apart.
@@ -64,7 +70,7 @@ uint16_t* mlp_columns(const Kernels& k, const Sweep& s, const Layer& layer, cons
     k.swiglu(inner, both, rows, own.num_inner);
     copy_columns(all + own.inner, own.width, inner, own.num_inner, own.num_inner, rows);
   }
-  gather(s, own.into ? rows * own.num_inner : 0);
+  gather(s, {region(all + own.inner, own.into ? own.num_inner : 0, own.width, rows)});
   if (!own.down) return nullptr;
   uint16_t* out = out_.of(rows * own.num_columns);
   k.linear(out, all, *own.down, rows);
@@ -96,7 +102,8 @@ void enter_wide(const Kernels& k, uint16_t* q, const uint16_t* x, const Sweep& s
   copy_columns(of_q + own.q_column, own.q_width, qkv, a.qkv.n, num_q, rows);
   if (own.has_keys)
     copy_columns(of_k + own.k_column, own.k_width, qkv + num_q, a.qkv.n, num_k, rows);
-  gather(s, rows * (num_q + (own.has_keys ? num_k : 0)));
+  gather(s, {region(of_q + own.q_column, num_q, own.q_width, rows),
+             region(of_k + own.k_column, own.has_keys ? num_k : 0, own.k_width, rows)});
   k.norm(all_q, of_q, *own.q_norm, rows, own.q_width);
   k.norm(all_k, of_k, *own.k_norm, rows, own.k_width);
   copy_columns(qkv, a.qkv.n, all_q + own.q_column, own.q_width, num_q, rows);
@@ -167,12 +174,25 @@ bool sees(const HeadCall& call, int64_t block) {
   return call.first_block <= block && block < call.end_block;
 }
 
-// Bytes that a rank has written: the best of each row, or its logits.
-int64_t bytes_of(const Rank& rank, const HeadCall& call) {
-  int64_t best = call.peaks ? sizeof *call.peaks + sizeof *call.ids : 0, logits = 0;
-  for (int64_t i = 0; call.logits && i < rank.num_pieces; i++)
-    if (sees(call, rank.pieces[i].block)) logits += rank.pieces[i].weight->n;
-  return call.rows * (best + logits * int64_t(sizeof *call.logits));
+// What a rank writes for rank 0: the best of each row, or its logits.
+std::vector<Region> written_by(const Rank& rank, const HeadCall& call) {
+  std::vector<Region> found;
+  const int64_t first = rank.rank * call.rows;
+  if (call.peaks) found = {region(call.peaks + first, call.rows), region(call.ids + first, call.rows)};
+  for (int64_t i = 0; call.logits && i < rank.num_pieces; i++) {
+    const Piece& piece = rank.pieces[i];
+    if (sees(call, piece.block))
+      found.push_back(region(call.logits + piece.first, piece.weight->n, call.vocabulary, call.rows));
+  }
+  return found;
+}
+
+// The gather of the head, which rank 0 alone reads.
+void gather_head(Rank& rank, const HeadCall& call, Course& course) {
+  std::vector<Region> own = written_by(rank, call);
+  if (rank.link) offer(rank, own.data(), rank.rank ? own.size() : 0);
+  if (!course.meet(rank)) return;
+  for (const Region& r : own) rank.gathered_bytes += r.row_bytes * r.rows;
 }
 
 void run_pieces(const Kernels& k, Rank& rank, const HeadCall& call, Desk& desk, Polls polls) {
@@ -189,7 +209,7 @@ void run_pieces(const Kernels& k, Rank& rank, const HeadCall& call, Desk& desk, 
     if (!is_end && !sees(call, rank.pieces[desk.piece].block)) continue;
     course.begin(polls);
     if (is_end) {
-      if (course.meet(rank)) rank.gathered_bytes += bytes_of(rank, call);
+      gather_head(rank, call, course);
     } else {
       const Piece& piece = rank.pieces[desk.piece];
       const Matrix& weight = *piece.weight;
@@ -241,7 +261,19 @@ void run(const Kernels&, Rank& rank, EmbedCall& call) {
   int64_t bytes = rank.row_bytes;
   for (int64_t i = 0; i < call.num; i++) {
     int64_t id = call.ids[i] - rank.first_id;
-    if (0 <= id && id < rank.num_ids) memcpy((char*)call.x + i * bytes, rank.table + id * bytes, bytes);
+    if (id < 0 || id >= rank.num_ids) continue;
+    char* to = (char*)call.x + i * bytes;
+    memcpy(to, rank.table + id * bytes, bytes);
+    if (rank.link && rank.rank) report(rank, region(to, bytes));
+  }
+  leave_call(rank);
+}
+
+// Rank 0 gets copies of what other ranks have in memory of their own.
+void run(const Kernels&, Rank& rank, FetchCall& call) {
+  for (int64_t i = 0; rank.rank && i < call.num; i++) {
+    Region own = call.regions[i];
+    if (std::exchange(own.rank, kAllRanks) == rank.rank) report(rank, own);
   }
   leave_call(rank);
 }
@@ -256,13 +288,13 @@ void attend_on_rank(const Kernels& k, const Sweep& s, const Layer& layer, const 
   uint16_t *mid = s.mid + part.lo * s.width, *heads = s.heads + part.lo * width;
   int64_t num = attended(k, s, layer, part, seen, own.q_norm ? enter_wide : nullptr);
   copy_columns(heads + own.head_column, width, seen, num, num, rows);
-  gather(s, rows * num);
-  int64_t written = rows * own.num_columns;
+  gather(s, {region(heads + own.head_column, num, width, rows)});
+  Region written = region(mid + own.column, own.num_columns, s.width, rows);
   if (rows >= std::max(size, s.rows_from)) {
     Rows r = own_rows(*s.rank, rows);
-    written = r.num * s.width;
-    uint16_t* y = y_.of(r.num * s.width);
     int64_t at = r.lo * s.width;
+    written = region(mid + at, r.num * s.width);
+    uint16_t* y = y_.of(r.num * s.width);
     k.linear(y, heads + r.lo * width, *layer.out, r.num);
     k.add(mid + at, x + at, y, layer.scale, r.num * s.width);
   } else if (own.out) {
@@ -270,25 +302,24 @@ void attend_on_rank(const Kernels& k, const Sweep& s, const Layer& layer, const 
     k.linear(y, heads, *own.out, rows);
     add_columns(k, mid, x, y, s, layer, rows);
   }
-  gather(s, written);
+  gather(s, {written});
 }
 
 void route_on_rank(const Kernels& k, const Sweep& s, const Layer& layer, const LayerOp& part) {
   const Share& own = *layer.share;
   int64_t rows = part.hi - part.lo, first = part.lo * s.width;
   Rows r = own_rows(*s.rank, rows);
-  int64_t bytes_of_weight = s.wide ? 4 : 2;
-  if (r.num) {
-    int64_t row = part.lo + r.lo, at = row * s.top_k;
-    void* weights = (char*)s.weights + at * bytes_of_weight;
+  int64_t bytes_of_weight = s.wide ? 4 : 2, row = part.lo + r.lo, at = row * s.top_k;
+  char* weights = (char*)s.weights + at * bytes_of_weight;
+  if (r.num)
     k.route(s.normed + row * s.width, s.ids + at, weights, s.mid + row * s.width, r.num,
             *layer.router);
-  }
-  gather(s, r.num, s.width * sizeof *s.normed + s.top_k * (sizeof *s.ids + bytes_of_weight));
+  gather(s, {region(s.normed + row * s.width, r.num * s.width), region(s.ids + at, r.num * s.top_k),
+             region(weights, r.num * s.top_k * bytes_of_weight)});
   if (!own.width) return;
   if (uint16_t* y = mlp_columns(k, s, layer, s.normed + first, part.lo, rows))
     copy_columns(s.shared + first + own.column, s.width, y, own.num_columns, own.num_columns, rows);
-  gather(s, rows * own.num_columns);
+  gather(s, {region(s.shared + first + own.column, own.num_columns, s.width, rows)});
 }
 
 void experts_on_rank(const Kernels& k, const Sweep& s, const Layer& layer, int64_t stop) {
@@ -297,13 +328,16 @@ void experts_on_rank(const Kernels& k, const Sweep& s, const Layer& layer, int64
   int64_t num = stop - s.pos;  // a rank may have no expert of any slot
   if (are_cut(experts)) {
     k.experts_in(s.expert_inner, s.normed, s.token, units, num, experts);
-    gather(s, slots_of(units, units + num) * experts.num_inner);
+    gather(s, {of_slots(s.expert_inner + experts.inner, units, units + num, experts.num_inner,
+                        experts.width)});
     k.experts_out(s.slots, s.expert_inner, units, num, experts);
   } else if (num) {
     k.experts(s.slots, s.normed, s.token, units, num, experts);
   }
+  int64_t column = are_cut(experts) ? experts.column : 0;
   int64_t columns = are_cut(experts) ? experts.num_columns : s.width;
-  if (stop == s.num_units) gather(s, slots_of(s.units, s.units + stop) * columns);
+  if (stop == s.num_units)
+    gather(s, {of_slots(s.slots + column, s.units, s.units + stop, columns, s.width)});
 }
 
 void combine_on_rank(const Kernels& k, const Sweep& s, const Layer& layer, const LayerOp& part) {
@@ -319,17 +353,21 @@ void combine_on_rank(const Kernels& k, const Sweep& s, const Layer& layer, const
   } else {
     int64_t begin = part.lo * s.width;
     k.norm(s.normed + first, s.mid + first, *layer.norm, r.num, s.width);
-    gather(s, size);
+    gather(s, {region(s.normed + first, size)});
     if (uint16_t* y = mlp_columns(k, s, layer, s.normed + begin, part.lo, rows))
       add_columns(k, s.next + begin, s.mid + begin, y, s, layer, rows);
   }
-  gather(s, layer.experts ? size : rows * layer.share->num_columns);
+  const Share& own = *layer.share;
+  uint16_t* columns = s.next + part.lo * s.width + own.column;
+  gather(s, {layer.experts ? region(s.next + first, size)
+                           : region(columns, own.num_columns, s.width, rows)});
 }
 
 void run_call(const Kernels& kernels, Rank& rank, int64_t kind, void* what) {
   if (kind == kRunSweep) return run(kernels, rank, *(SweepCall*)what);
   if (kind == kRunHead) return run(kernels, rank, *(HeadCall*)what);
-  if (kind == kRunEmbed) run(kernels, rank, *(EmbedCall*)what);
+  if (kind == kRunEmbed) return run(kernels, rank, *(EmbedCall*)what);
+  if (kind == kFetch) run(kernels, rank, *(FetchCall*)what);
 }
 
 }  // namespace qllm

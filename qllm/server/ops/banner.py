@@ -61,9 +61,13 @@ def banner(engine: QLLMEngine, config: ServerConfig, load_s: float) -> list[str]
 
 
 def ranks_line(stats: Mapping[str, Any]) -> str:
-    """Return the number of ranks, and the bytes of weights and the process of each."""
-    each = [f"{shown_bytes(r['weight_bytes'])} (pid {r['pid']})" for r in stats["ranks"]]
+    """Return the number of ranks, and the bytes of weights, the process and the host of each."""
+    each = [f"{shown_bytes(r['weight_bytes'])} (pid {r['pid']}{_on(r)})" for r in stats["ranks"]]
     return f"{len(each)} processes with weights of {', '.join(each)}"
+
+
+def _on(rank: Mapping[str, Any]) -> str:
+    return f" on {rank['host']}" if "host" in rank else ""
 
 
 def experts_line(stats: Mapping[str, Any]) -> str:
