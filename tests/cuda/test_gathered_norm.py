@@ -110,7 +110,11 @@ def test_the_sums_may_replace_the_residual(host: HostBuild) -> None:
 
 @pytest.mark.parametrize("bits", [0x7F80, 0xFF80, 0x7FC1, 0x8000, 0x0001, 0x7F7F])
 def test_values_that_are_no_usual_numbers(host: HostBuild, bits: int) -> None:
-    """Infinities, a NaN, a negative zero, the smallest and the largest number."""
+    """Infinities, a NaN, a negative zero, the smallest and the largest number.
+
+    Where one result is a NaN the other is, too. Processors write different NaNs: AVX-512 BF16 keeps
+    the sign and the last bits, other kernels do not.
+    """
     case = random_case(random.Random(4), 2, 4, 40, 0)
     case.residual_TD.view(torch.int16)[1, 7] = bits - (bits >> 15 << 16)
     case.residual_TD[2] = 0
@@ -119,7 +123,9 @@ def test_values_that_are_no_usual_numbers(host: HostBuild, bits: int) -> None:
     host.run(buffers)
     for found in buffers.results():
         for one, other in zip(found, wanted, strict=True):
-            assert torch.equal(one.view(torch.int16), other.view(torch.int16))
+            assert torch.equal(one.isnan(), other.isnan())
+            bits_of_both = (torch.where(x.isnan(), 0, x).view(torch.int16) for x in (one, other))
+            assert torch.equal(*bits_of_both)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
