@@ -235,7 +235,7 @@ def test_quantised_weights_are_not_rounded_again(tmp_path: Path, how: str) -> No
     ("more", "said"),
     [
         ({"dtype": "float32"}, "bfloat16, not torch.float32; use dtype='bfloat16'"),
-        ({"load_format": "dummy"}, "load_format='dummy' on device='cpu' has none"),
+        ({"load_format": "dummy"}, "load_format='dummy' on device='cpu' does not do so"),
     ],
 )
 def test_settings_that_have_no_experts_for_a_file_are_refused(
