@@ -33,7 +33,7 @@ class RegionStruct(ctypes.Structure):
     """`Region` in link.h."""
 
     _fields_ = (
-        ("at", c_int64),
+        ("at", c_void_p),
         ("row_bytes", c_int64),
         ("stride", c_int64),
         ("rows", c_int64),

@@ -73,7 +73,7 @@ class LinkStruct(ctypes.Structure):
     """`Link` in link.h."""
 
     _fields_ = (
-        ("start", c_int64),
+        ("start", c_void_p),
         ("num_bytes", c_int64),
         ("num", c_int64),
         ("files", c_void_p),

@@ -11,7 +11,7 @@ from qllm.kernels import cpu
 from qllm.kernels.cpu import attention, course, deltas, experts, norms, quantised, routers, sampling
 from qllm.runner import sweep
 from qllm.runner.layers import linears
-from qllm.sharded import group, head, layer, rank
+from qllm.sharded import group, head, host_memory, hosts, layer, rank
 from qllm.sharded import sweep as ranks_sweep
 
 FOLDER = Path(cpu.__file__).resolve().parent
@@ -41,6 +41,9 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "SweepCall": ranks_sweep.SweepCall,
     "HeadCall": head.HeadCall,
     "EmbedCall": head.EmbedCall,
+    "Region": host_memory.RegionStruct,
+    "FetchCall": host_memory.FetchStruct,
+    "Link": hosts.LinkStruct,
 }
 INTEGERS = {"Span": 6, "Unit": 3, "Slot": 2, "DeltaSpan": deltas.SPAN_BYTES // 8}
 """Structs that are arrays of so many 64-bit integers in Python."""

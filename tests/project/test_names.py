@@ -18,7 +18,7 @@ HOMES = {
     # a lock is a lock; what lets front ends of other machines in is a listener
     "door": "",
     # the CPU beside a device; a machine's name where addresses are
-    "host": "cli config cuda device engine.build engine.remote ingress.remote server sharded "
+    "host": "cli config cuda device engine.build engine.remote ingress.remote models server sharded "
     "ray.run",
     # the tensors of captured stages
     "lane": "cuda device engine.gpu",
