@@ -18,8 +18,8 @@ HOMES = {
     # a lock is a lock; what lets front ends of other machines in is a listener
     "door": "",
     # the CPU beside a device; a machine's name where addresses are
-    "host": "cli config cuda device engine.build engine.remote ingress.remote models server sharded "
-    "ray.run",
+    "host": "cli config cuda device engine.build engine.remote ingress.remote models ray.run "
+    "server sharded",
     # the tensors of captured stages
     "lane": "cuda device engine.gpu",
     # some layers captured as one graph; and Triton's own name of a parameter
