@@ -218,7 +218,8 @@ def vllm_rows(table: Table, python: str, folder: str | Path) -> dict[str, Any]:
             why = done.stderr.strip().splitlines()[-1:]
             table.add("vLLM, 2 ranks / 1 process", f"not measured: {without_paths(str(why))}")
             return {"error": without_paths(done.stderr[-700:])}
-        found[tp] = json.loads(done.stdout.splitlines()[-1])
+        lines = done.stdout.splitlines()  # vLLM writes there, too
+        found[tp] = json.loads(next(line for line in lines if line.startswith('{"answers"')))
     one, two = found[1], found[TP]
     equal = [a == b for a, b in zip(one["answers"], two["answers"], strict=True)]
     share, speed = sum(equal) / len(equal), one["seconds"] / two["seconds"]

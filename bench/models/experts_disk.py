@@ -124,11 +124,12 @@ class Served:
     def time_as_asked(self, prompt: list[int], num: int) -> float:
         """Return the seconds of one BE request. No expert is read before it is asked for."""
         client: Any = self.engine._client
-        client.waits.reads_ahead = False
+        waits = client.loop.waits
+        waits.reads_ahead = False
         try:
             return self.time(prompt, num)
         finally:
-            client.waits.reads_ahead = True
+            waits.reads_ahead = True
 
     @property
     def num_bytes(self) -> int:
