@@ -243,7 +243,7 @@ def decode_rows(table: Table, half: Served, tiny: Served, rounds: int) -> dict[s
         speed, mb = ({k: [one[i] for one in each] for k, each in found.items()} for i in (0, 1))
         ratio = ratio_of(speed["uses"], speed["last"])
         rows[f"decode_{name}"] = {"tokens_per_s": speed, "mb_per_token": mb}
-        wanted = "" if target is None else f">= {target}x"
+        wanted = "printed" if target is None else f">= {target}x"
         reached = None if target is None else ratio >= target
         table.add(f"decode of {name}: by uses, over used last", f"{ratio:.2f}x", wanted, reached)
         text = f"{np.median(mb['uses']):.2f} / {np.median(mb['last']):.2f}"
