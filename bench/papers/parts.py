@@ -256,12 +256,14 @@ def hog_rows(world: World) -> list[Row]:
     named = hog_claim("qllm, one process and thread", "<= 1.3")
     how = f"Python API, {base}; {count} spinners"
     rows = [_hog_row(named, quiet, hogged, how)]
-    peers = (PEERS["qllm"], nice_server(), *(PEERS[arm] for arm in world.scale.arms))
-    for peer in peers:
-        claim = hog_claim(f"{peer.name} over HTTP", "<= 1.3" if peer in peers[:2] else PRINTED)
+    asked = "<= 1.3"
+    arms = [(PEERS["qllm"], 0, asked), (nice_server(), NICE, asked)]
+    arms += [(PEERS[arm], 0, PRINTED) for arm in world.scale.arms]
+    for peer, nice, target in arms:
+        claim = hog_claim(f"{peer.name} over HTTP", target)
         how = f"HTTP, {base}, 1 thread; {count} spinners"
         try:
-            rows.append(_hog_row(claim, *_served_twice(world, peer), how))
+            rows.append(_hog_row(claim, *_served_twice(world, peer, nice), how))
         except InstallError as error:
             rows.append(Row.of(claim, None, how, str(error)))
     world.found["hogs"] = {row.claim: row.here for row in rows}
@@ -278,8 +280,13 @@ def _hog_row(claim: Claim, quiet: Tail, hogged: Tail, how: str) -> Row:
     return Row.of(claim, ttft[0], how, more=more)
 
 
-def _served_twice(world: World, peer: Peer) -> tuple[Tail, Tail]:
+def _served_twice(world: World, peer: Peer, nice: int) -> tuple[Tail, Tail]:
     """Return the latencies of one server, quiet and hogged.
+
+    Args:
+        world: Model and scale.
+        peer: The server.
+        nice: Priority that its command asks for; 0 asks for none.
 
     Raises:
         InstallError: The peer is not there, or this user may not start it with its priority.
@@ -288,8 +295,8 @@ def _served_twice(world: World, peer: Peer) -> tuple[Tail, Tail]:
     arrivals = with_tokens(requests, world.bench.corpus)
     slos = {Priority.LS: SLO}
     with started(world, peer, requests) as (server, session):
-        if "nice" in peer.name and os.getpriority(os.PRIO_PROCESS, session) != NICE:
-            raise InstallError(f"this user may not start a process with nice {NICE}")
+        if nice and os.getpriority(os.PRIO_PROCESS, session) != nice:
+            raise InstallError(f"this user may not start a process with nice {nice}")
         times = [core_time(session)]
         quiet = send_http(server, arrivals, timing.total_s, until_answered=True)
         times.append(core_time(session))

@@ -166,7 +166,7 @@ RankHosts = Annotated[
     typer.Option(
         "--tp-hosts",
         metavar="HOST:PORT,...",
-        help="Other hosts with one of these processes each, where `qllm rank` listens.",
+        help="Hosts of the other ranks, where `qllm rank` listens.",
     ),
 ]
 ExpertBytes = Annotated[

@@ -23,7 +23,7 @@ def rank(
         str, typer.Option(metavar="HOST:PORT", help="Address for the engine's --tp-hosts.")
     ],
     secret_file: Annotated[
-        Path | None, typer.Option(help="What the engine knows, too; needed unless it is loopback.")
+        Path | None, typer.Option(help="File with the engine's secret; loopback needs none.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     trust_remote_code: Annotated[

@@ -8,14 +8,16 @@ A gather moves bits and adds nothing. Rank 0 is the owner: it has the frames, th
 and all sums over experts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from qllm.errors import ConfigError
+
+Found = TypeVar("Found")
 
 
 class Gathers(Protocol):
@@ -148,6 +150,21 @@ class Nccl:
     def _empty(self, rank: int, shape: Sequence[int], like: Tensor) -> Tensor:
         with self.on(rank):
             return torch.empty(shape, dtype=like.dtype, device=self.devices[rank])
+
+
+def on_ranks(gathers: Gathers, work: Callable[..., Found], *values: Iterable[Any]) -> list[Found]:
+    """Return the results of a function on each rank, which launches on the rank's device.
+
+    Args:
+        gathers: Ranks.
+        work: The function.
+        values: Arguments, each with a value for every rank.
+    """
+    found = []
+    for rank, given in enumerate(zip(*values, strict=True)):
+        with gathers.on(rank):
+            found.append(work(*given))
+    return found
 
 
 def gathers_of(device: torch.device, num: int) -> Gathers:

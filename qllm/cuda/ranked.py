@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qllm.cuda.experts import DeviceExperts, Router
-from qllm.cuda.gathers import Gathers
+from qllm.cuda.gathers import Gathers, on_ranks
 from qllm.cuda.known import KnownLayer
 from qllm.cuda.shares import RankPages, Ranks, Rows, share_of_attention, share_of_experts
 from qllm.cuda.step import PagedStep
@@ -26,6 +26,7 @@ from qllm.kernels.tiles import Tiles
 from qllm.models.discover import LayerParts, ModelParts
 from qllm.runner.layers.drivers import Rope, RouterExtras
 from qllm.runner.layers.linears import Head
+from qllm.sharded.plan import without_copies
 
 
 def on_each(gathers: Gathers, value: Any) -> list[Any]:
@@ -42,6 +43,22 @@ def on_each(gathers: Gathers, value: Any) -> list[Any]:
 def side_by_side(parts: Sequence[Tensor]) -> Tensor:
     """Return columns of ranks as one tensor, [T, F]."""
     return torch.cat(list(parts), 1)
+
+
+def project(gathers: Gathers, linears: Sequence[Rows], parts: Sequence[Tensor]) -> Tensor:
+    """Return a projection's outputs on the owner. Each rank computes some, from all inputs.
+
+    Args:
+        gathers: Ranks.
+        linears: Share of the projection of each rank.
+        parts: Inputs that each rank has, [T, some].
+    """
+
+    def outputs(own: Rows, inputs: Sequence[Tensor]) -> Any:
+        return own(side_by_side(inputs))
+
+    columns = on_ranks(gathers, outputs, linears, gathers.to_all(parts))
+    return side_by_side(gathers.to_owner(columns))
 
 
 class RankSteps:
@@ -82,42 +99,33 @@ class RankAttention:
 
     def enter(self) -> None:
         """Join the weights that share an input into one tensor."""
-        for rank, own in enumerate(self._of):
-            with self._gathers.on(rank):
-                own.enter()
+        on_ranks(self._gathers, lambda own: own.enter(), self._of)
 
     def leave(self) -> None:
         """Do nothing: the modules of the model have kept their weights."""
 
     def __call__(self, x_TD: Tensor, rope: Rope, step: RankSteps) -> Tensor:
         """Return the attention's output for its normed input, on the owner."""
-        gathers, projected = self._gathers, []
-        for rank, x in enumerate(gathers.spread(x_TD)):
-            with gathers.on(rank):
-                projected.append(list(self._of[rank].project(x)))
+        gathers, angles = self._gathers, on_each(self._gathers, tuple(rope))
+        projected = on_ranks(
+            gathers, lambda own, x: list(own.project(x)), self._of, gathers.spread(x_TD)
+        )
         if self._norms is not None:
             self._norm(projected)
-        heads = []
-        for rank, angles in enumerate(on_each(gathers, tuple(rope))):
-            with gathers.on(rank):
-                own = self._of[rank]
-                heads.append(own.heads(projected[rank], angles, step.of_ranks[rank]))
-        columns = []
-        for rank, parts in enumerate(gathers.to_all(heads)):
-            with gathers.on(rank):
-                columns.append(self._out[rank](side_by_side(parts)))
-        return side_by_side(gathers.to_owner(columns))
+        heads = on_ranks(
+            gathers, lambda own, *given: own.heads(*given), self._of, projected, angles,
+            step.of_ranks,
+        )  # fmt: skip
+        return project(gathers, self._out, heads)
 
     def _norm(self, projected: list[list[Tensor]]) -> None:
         """Norm queries and keys over all heads of a token, on the owner, in place of the parts."""
         assert self._norms is not None
         for i, norm in enumerate(self._norms):
             ranges = [share.kv_heads if i else share.heads for share in self._shares]
-            parts, whole, end = self._gathers.to_owner([own[i] for own in projected]), [], 0
-            for heads, part in zip(ranges, parts, strict=True):
-                seen = end - heads.start  # heads of which an earlier rank has a copy
-                whole.append(part[:, seen * self._width :])
-                end = heads.stop
+            parts = self._gathers.to_owner([own[i] for own in projected])
+            every = without_copies(ranges)
+            whole = [parts[rank][:, skip * self._width :] for rank, skip in every]
             normed = self._gathers.spread(norm(side_by_side(whole)))
             for own, heads, x in zip(projected, ranges, normed, strict=True):
                 own[i] = x[:, heads.start * self._width : heads.stop * self._width]
@@ -143,21 +151,15 @@ class RankMlp:
 
     def enter(self) -> None:
         """Join the weights that share an input into one tensor."""
-        for rank, own in enumerate(self._into):
-            with self._gathers.on(rank):
-                own.enter()
+        on_ranks(self._gathers, lambda own: own.enter(), self._into)
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         """Return the output [T, D] on the owner."""
-        gathers, inner = self._gathers, []
-        for rank, x in enumerate(gathers.spread(x_TD)):
-            with gathers.on(rank):
-                inner.append(self._kernels.silu_mul(self._into[rank].whole(x)))
-        columns = []
-        for rank, parts in enumerate(gathers.to_all(inner)):
-            with gathers.on(rank):
-                columns.append(self._down[rank](side_by_side(parts)))
-        return side_by_side(gathers.to_owner(columns))
+        gathers, gated = self._gathers, self._kernels.silu_mul
+        inner = on_ranks(
+            gathers, lambda own, x: gated(own.whole(x)), self._into, gathers.spread(x_TD)
+        )
+        return project(gathers, self._down, inner)
 
 
 class RankLayer(KnownLayer):
@@ -258,15 +260,16 @@ class RankExperts(DeviceExperts):
 
         So a checkpoint inside EXPERTS is that of one device.
         """
-        gathers, parts, shape = self._gathers, [], slots_TKD.shape
+        gathers, shape = self._gathers, slots_TKD.shape
         mine = [range(max(lo, own.start), min(hi, own.stop)) for own in self._ranges]
-        for rank, x in enumerate(gathers.spread(x_TD)):
-            with gathers.on(rank):
-                own, part = mine[rank], x.new_empty(shape, dtype=slots_TKD.dtype)
-                if own:
-                    bounds = own.start, own.stop
-                    self.kernels.run_experts(x, self._shares[rank], routing[rank], *bounds, part)
-                parts.append(part.flatten(1))
+
+        def run(x: Tensor, own: range, weights: ExpertWeights, order: Routing) -> Tensor:
+            part = x.new_empty(shape, dtype=slots_TKD.dtype)
+            if own:
+                self.kernels.run_experts(x, weights, order, own.start, own.stop, part)
+            return part.flatten(1)
+
+        parts = on_ranks(gathers, run, gathers.spread(x_TD), mine, self._shares, routing)
         ids_TK1 = routing[0].ids_TK[:, :, None]
         for own, part in zip(mine, gathers.to_owner(parts), strict=True):
             is_own = (ids_TK1 >= own.start) & (ids_TK1 < own.stop)
@@ -291,8 +294,6 @@ class RankHead(Head):
 
     def __call__(self, x_BD: Tensor, block: int = 0) -> Tensor:
         """Return all logits [B, V], on the owner."""
-        columns = []
-        for rank, x in enumerate(self._gathers.spread(x_BD)):
-            with self._gathers.on(rank):
-                columns.append(self._of[rank](x))
-        return side_by_side(self._gathers.to_owner(columns))
+        gathers = self._gathers
+        columns = on_ranks(gathers, lambda own, x: own(x), self._of, gathers.spread(x_BD))
+        return side_by_side(gathers.to_owner(columns))

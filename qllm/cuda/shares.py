@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from qllm.cuda.attention import HeadAttention, is_known_attention, known_attention
-from qllm.cuda.gathers import Gathers, gathers_of
+from qllm.cuda.gathers import Gathers, gathers_of, on_ranks
 from qllm.cuda.latents import keeps_latents
 from qllm.cuda.pages import Pages
 from qllm.errors import InvariantError, ModelError
@@ -24,7 +24,14 @@ from qllm.kernels.select import Kernels
 from qllm.models.discover import LayerParts, ModelParts, base_model
 from qllm.models.heard import is_heard
 from qllm.models.parts.known import attention_kind, is_swiglu
-from qllm.sharded.plan import LayerShape, LayerShare, ShardPlan, ShardShape, plan_of
+from qllm.sharded.plan import (
+    LayerShape,
+    LayerShare,
+    ShardPlan,
+    ShardShape,
+    plan_of,
+    without_copies,
+)
 
 Put = Callable[[Tensor], Tensor]
 """Function that returns a weight on the device of a rank."""
@@ -312,22 +319,16 @@ class RankPages(Pages):
         raise InvariantError("no rank has the pages of all heads")
 
     def write(self, layer: int, k_TGD: Tensor, v_TGE: Tensor, slots_T: Tensor) -> None:
-        every = zip(*map(self.gathers.spread, (k_TGD, v_TGE, slots_T)), strict=True)
-        for rank, (k, v, slots) in enumerate(every):
-            own = slice(self._heads[rank].start, self._heads[rank].stop)
-            with self.gathers.on(rank):
-                self.parts[rank].write(layer, k[:, own], v[:, own], slots)
+        def write(part: Pages, heads: range, k: Tensor, v: Tensor, slots: Tensor) -> None:
+            own = slice(heads.start, heads.stop)
+            part.write(layer, k[:, own], v[:, own], slots)
+
+        every = map(self.gathers.spread, (k_TGD, v_TGE, slots_T))
+        on_ranks(self.gathers, write, self.parts, self._heads, *every)
 
     def read(self, layer: int, slots: Sequence[int]) -> tuple[Tensor, Tensor]:
-        found, end = [], 0
-        for rank, part in enumerate(self.parts):
-            with self.gathers.on(rank):
-                found.append(part.read(layer, slots))
-        keys, values = (self.gathers.to_owner(parts) for parts in zip(*found, strict=True))
-        both: list[tuple[Tensor, Tensor]] = []
-        for heads, k, v in zip(self._heads, keys, values, strict=True):
-            seen = end - heads.start  # heads of which an earlier rank has a copy
-            both.append((k[:, seen:], v[:, seen:]))
-            end = heads.stop
-        k, v = (torch.cat(parts, 1) for parts in zip(*both, strict=True))
+        gathers, every = self.gathers, without_copies(self._heads)
+        found = on_ranks(gathers, lambda part: part.read(layer, slots), self.parts)
+        keys, values = map(gathers.to_owner, zip(*found, strict=True))
+        k, v = (torch.cat([x[rank][:, skip:] for rank, skip in every], 1) for x in (keys, values))
         return k, v

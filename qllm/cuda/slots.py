@@ -13,8 +13,9 @@ The choice of experts is made on the device, so the host reads it once per layer
 (`SlotWork`). Only engines whose experts come and go do that.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -25,8 +26,8 @@ from torch import Tensor, nn
 from qllm.cuda.experts import DeviceExperts, DeviceWork
 from qllm.cuda.streams import StreamApi
 from qllm.errors import InvariantError, ModelError
-from qllm.kernels.quantised import Quantised
 from qllm.models.weights.on_host import in_lines, parts_of
+from qllm.models.weights.quantised_weights import tensors_of, with_tensors
 from qllm.runner.cuts import CutCosts
 from qllm.runner.displacing import NONE
 from qllm.runner.layers.work import Unit
@@ -203,7 +204,7 @@ class SlotExperts:
             up, down = (one.transpose(1, 2) if self._turned else one for one in stacks)
         else:
             left = iter(stacks)
-            found = [_with(one, left) for one in own.packed]
+            found = [with_tensors(one, islice(left, len(tensors_of(one)))) for one in own.packed]
             if any(_differ(one.scale_NG, one.offset_NG) for one in found):
                 raise ModelError(
                     f"the experts of {self._all.name_of(self._number)} have scales and offsets of "
@@ -246,13 +247,6 @@ class SlotExperts:
 
 def _differ(scale: Tensor, offset: Tensor | None) -> bool:
     return offset is not None and offset.dtype != scale.dtype
-
-
-def _with(stack: Quantised, parts: Iterator[Tensor]) -> Quantised:
-    """Return a stack with other tensors, which follow each other as in `tensors_of`."""
-    codes, scale = next(parts), next(parts)
-    offset = None if stack.offset_NG is None else next(parts)
-    return stack._replace(codes=codes, scale_NG=scale, offset_NG=offset)
 
 
 class SlotWork(DeviceWork):

@@ -8,6 +8,7 @@ from torch import Tensor
 from qllm.errors import InvariantError
 from qllm.runner.kv import SlabKV
 from qllm.sharded.memory import SharedMemory
+from qllm.sharded.plan import without_copies
 
 
 class RankKV(SlabKV):
@@ -80,18 +81,9 @@ class RankKV(SlabKV):
     def _fetch(self, layers: Sequence[int], lo: int, hi: int) -> None:
         """Let rank 0 read the KV of positions [lo, hi) that other ranks have written."""
         if self.parts and hi <= self.written:
-            owners = [rank for rank, _ in self._owners()]
+            owners = [rank for rank, _ in without_copies(self._heads)]
             wanted = [(t, rank) for rank in owners for t in self.parts[rank]]
             self._memory.fetch([(t[n, :, lo:hi], rank) for t, rank in wanted for n in layers])
-
-    def _owners(self) -> list[tuple[int, int]]:
-        """Return ranks that have all heads together, with the heads that an earlier one has."""
-        found, end = [], 0
-        for rank, heads in enumerate(self._heads):
-            if heads.stop > end:
-                found.append((rank, end - heads.start))
-                end = heads.stop
-        return found
 
     def _read(self, layer: int, lo: int, hi: int) -> tuple[Tensor, Tensor]:
         if not self.parts or hi > self.written:
@@ -104,7 +96,8 @@ class RankKV(SlabKV):
 
         No other position is copied: the prefix cache reads a page at a time.
         """
-        found = [self.parts[rank][which][layer, skip:, lo:hi] for rank, skip in self._owners()]
+        every = without_copies(self._heads)
+        found = [self.parts[rank][which][layer, skip:, lo:hi] for rank, skip in every]
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def clear(self) -> None:

@@ -10,7 +10,7 @@ Shares split the outputs of products, never the inputs: an element has one sum, 
 KV heads than ranks are replicated. The latents of MLA are one KV head, so all ranks hold them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -155,6 +155,23 @@ def split_heads(num: int, num_kv: int, tp: int) -> list[tuple[range, range]]:
     for kv, ranks in enumerate(even(tp, num_kv)):
         for own in even(per, len(ranks)):
             found.append((range(kv * per + own.start, kv * per + own.stop), range(kv, kv + 1)))
+    return found
+
+
+def without_copies(heads: Sequence[range]) -> list[tuple[int, int]]:
+    """Return ranks that have all heads together, each once.
+
+    Args:
+        heads: Heads of each rank. Several ranks may have the same head.
+
+    Returns:
+        For each of these ranks, its number, and how many of its first heads an earlier one has.
+    """
+    found, end = [], 0
+    for rank, own in enumerate(heads):
+        if own.stop > end:
+            found.append((rank, end - own.start))
+            end = own.stop
     return found
 
 

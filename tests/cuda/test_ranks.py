@@ -1,7 +1,7 @@
 """Ranks of the device runner on a CPU: tokens, logits and KV of one device, wherever it stops."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -37,13 +37,7 @@ from tests.support.families import DTYPES, FAMILIES, make_model
 from tests.support.rank_devices import FakeDevices
 from tests.support.sharded import PREFILL, PROMPTS, Served, layers_of, wide_model
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
@@ -81,10 +75,8 @@ def runner_of(model: Any, tp: int, **settings: Any) -> TorchRunner:
     return cuda_runner(model, **{**how, "graphs": False, "tp": tp, **settings})
 
 
-def served(runner: TorchRunner, grain: Grain = Grain.EXPERT) -> Served:
-    """Return the results of prompts in chunks, and of decode steps; the runner is closed."""
-    logits: list[Tensor] = []
-    runner.on_logits = lambda request, position, x: logits.append(x.clone())
+def answered(runner: TorchRunner, grain: Grain) -> list[int]:
+    """Return the tokens of prompts in chunks, and of decode steps."""
     driver, num = Driver(runner), runner.shape.num_layers
     for request, ids in PROMPTS.items():
         driver.add(request, ids)
@@ -92,9 +84,17 @@ def served(runner: TorchRunner, grain: Grain = Grain.EXPERT) -> Served:
         driver.sweep([Row(request, lo, hi, 0, num) for request, lo, hi in step], grain)
     for _ in range(3):
         driver.sweep([driver.row(request) for request in PROMPTS], grain)
+    return [t for tokens in driver.tokens.values() for t in tokens]
+
+
+def served(runner: TorchRunner, grain: Grain = Grain.EXPERT) -> Served:
+    """Return the results of prompts in chunks, and of decode steps; the runner is closed."""
+    logits: list[Tensor] = []
+    runner.on_logits = lambda request, position, x: logits.append(x.clone())
+    tokens, num = answered(runner, grain), runner.shape.num_layers
     kv = {request: layers_of(runner.requests[request].kv, num) for request in PROMPTS}
     runner.close()
-    return Served([t for tokens in driver.tokens.values() for t in tokens], logits, kv)
+    return Served(tokens, logits, kv)
 
 
 def assert_same_bits(found: Served, expected: Served) -> None:
@@ -271,14 +271,8 @@ def test_captured_stages_of_ranks_have_the_tokens_of_ops_one_by_one(family: str)
         runner = runner_of(
             wide_model(family, torch.float32), 2, graphs=fake, buckets=BUCKETS, layers_per_stage=1
         )
-        driver, num = Driver(runner), runner.shape.num_layers
-        for request, ids in PROMPTS.items():
-            driver.add(request, ids)
-        for step in PREFILL:
-            driver.sweep([Row(request, lo, hi, 0, num) for request, lo, hi in step], grain)
-        for _ in range(3):
-            driver.sweep([driver.row(request) for request in PROMPTS], grain)
-        assert [t for tokens in driver.tokens.values() for t in tokens] == expected.tokens
+        assert answered(runner, grain) == expected.tokens
+        num = runner.shape.num_layers
         assert len(fake.replays) >= 6 * (1 if grain is Grain.STEP else num)
         runner.close()
 

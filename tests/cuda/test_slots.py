@@ -6,7 +6,6 @@ two accesses to a slot that nothing orders.
 
 import random
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,22 +14,15 @@ import torch
 from qllm import QLLMEngine, SamplingParams
 from qllm.cuda.backend import cuda_runner
 from qllm.cuda.slots import DeviceResidency, ExpertRoom
-from qllm.errors import ConfigError, InvariantError, ModelError, RequestFailedError
+from qllm.errors import ConfigError, InvariantError, ModelError
 from qllm.frontend.handle import Handle
 from qllm.runner import conformance
 from qllm.runner.runner import TorchRunner
 from qllm.scheduler.program import START, OpKind
 from qllm.types import Grain
 from tests.support.captured import GREEDY, Driver, Poll, prompt_of, sampling_of, schedule
-from tests.support.expert_slots import (
-    PAGE,
-    SlotDevice,
-    draw_residents,
-    expert_streams,
-    in_slots,
-    residency_of,
-    sizes_of,
-)
+from tests.support.expert_slots import PAGE, SlotDevice, expert_streams, in_slots, sizes_of
+from tests.support.experts_in_file import draw_residents, errors_of, residency_of
 from tests.support.fake_cuda import FakeCuda
 from tests.support.fake_streams import FakeStreams, install
 from tests.support.families import DTYPES, FAMILIES, TOP_K, make_model
@@ -38,12 +30,7 @@ from tests.support.families import DTYPES, FAMILIES, TOP_K, make_model
 KERNELS = ["torch", "triton"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
@@ -95,7 +82,7 @@ def kept_logits(runner: TorchRunner) -> dict[tuple[int, int], torch.Tensor]:
 def test_drawn_experts_slots_and_stops_change_no_logit(
     streams: FakeStreams, kernels: str, seed: int
 ) -> None:
-    """Which experts are there before each pass, how many fit, and where passes stop, is drawn."""
+    """Drawn are the number of slots, the experts in them before a pass, and stops of the pass."""
     rng = random.Random(seed)
     model = make_model(rng.choice(FAMILIES), DTYPES[rng.choice(list(DTYPES))], seed=seed)
     prompts = [prompt_of(rng.randint(1, 12), seed), prompt_of(3, seed)]
@@ -417,12 +404,7 @@ def test_an_error_of_a_copy_ends_the_requests_that_need_the_expert_and_no_others
 
         monkeypatch.setattr(device.streams, "copy", fail)
         handles = [engine.submit(p, "BE", 1, sampling=ENDLESS) for p in prompts]
-        errors = list[str]()
-        for handle, tokens in zip(handles, wanted, strict=True):
-            try:
-                assert handle.result(300).token_ids == tokens
-            except RequestFailedError as error:
-                errors.append(str(error))
+        errors = errors_of(handles, wanted)
         assert 0 < len(errors) < len(prompts)
         assert all("expert 3 of layer 0 " in text for text in errors)
         assert all("was not copied to the device (RuntimeError: cudaE" in text for text in errors)

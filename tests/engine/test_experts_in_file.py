@@ -14,7 +14,7 @@ from qllm import QLLMEngine, SamplingParams
 from qllm.cli import app
 from qllm.config import EngineConfig
 from qllm.engine.storage.identity import weights_digest
-from qllm.errors import ConfigError, RequestFailedError
+from qllm.errors import ConfigError
 from qllm.frontend.handle import Handle
 from qllm.kernels import cpu
 from qllm.models.loader import load
@@ -26,7 +26,7 @@ from qllm.sim.calibrate import calibrate
 from qllm.sim.presets import preset
 from qllm.sim.run import SimulatedEngine
 from qllm_policies.fcfs import Fcfs
-from tests.support.experts_in_file import loaded, saved
+from tests.support.experts_in_file import errors_of, loaded, saved
 from tests.support.families import VOCAB
 
 assert cpu.MISSING is None, cpu.MISSING
@@ -93,12 +93,7 @@ def test_a_damaged_expert_ends_its_requests_and_no_others(tmp_path: Path) -> Non
                 out.seek(place)
                 out.write(bytes([whole[place] ^ 1]))
         handles = [engine.submit(p, "BE", 1, sampling=GREEDY) for p in prompts]
-        errors = list[str]()
-        for handle, tokens in zip(handles, wanted, strict=True):
-            try:
-                assert handle.result(300).token_ids == tokens
-            except RequestFailedError as error:
-                errors.append(str(error))
+        errors = errors_of(handles, wanted)
         assert 0 < len(errors) < len(prompts)
         assert all("expert 3 of " in text and "is damaged" in text for text in errors)
         with file.path.open("r+b") as out:

@@ -27,8 +27,8 @@ from qllm.sharded.group import GROUP_BYTES, GroupStruct
 from qllm.sharded.memory import SharedMemory
 from qllm.sharded.rank import RankStruct
 from qllm.sharded.runner import sharded_runner
-from tests.support.sharded import wide_model
-from tests.support.stops import add_prompts, run_in_pieces, whole_program
+from tests.support.sharded import gathers_of, group_of, wide_model
+from tests.support.stops import add_prompts, whole_program
 from tests.support.sweeps import Asked, Watched
 from tests.support.waiting import wait_for
 
@@ -114,29 +114,12 @@ def runner() -> Iterator[TorchRunner]:
     made.close()
 
 
-def group_of(runner: TorchRunner) -> Any:
-    backend: Any = runner.backend
-    return backend.group
-
-
-def gathers_of(runner: TorchRunner, num_tasks: int | None) -> int:
-    """Return the number of gathers of a step, in pieces or whole."""
-    before = group_of(runner).num_gathers
-    program = whole_program(runner)
-    if num_tasks is None:
-        assert runner.run(program, START, Watched()) == program.end
-    else:
-        assert len(run_in_pieces(runner, program, num_tasks)) > 10
-    runner.finish(program)
-    return int(group_of(runner).num_gathers) - before
-
-
 def test_a_stop_takes_no_gather_of_its_own(runner: TorchRunner) -> None:
     """Each decode step has as many gathers as the other, whatever it is cut into."""
     gathers_of(runner, None)
-    whole = gathers_of(runner, None)
+    whole, _ = gathers_of(runner, None)
     assert whole > 0
-    assert [gathers_of(runner, num_tasks) for num_tasks in (1, 2, 7)] == [whole] * 3
+    assert [gathers_of(runner, num_tasks)[0] for num_tasks in (1, 2, 7)] == [whole] * 3
 
 
 def test_all_ranks_stop_in_the_same_op(
@@ -251,7 +234,7 @@ def test_a_forked_process_of_the_user_leaves_ranks_and_memory_alone(runner: Torc
     process.join(60)
     assert process.exitcode == 0
     assert bool((large == 7).all())
-    assert gathers_of(runner, None) > 0
+    assert gathers_of(runner, None)[0] > 0
 
 
 def test_a_dead_rank_is_found_if_other_code_has_waited_for_it() -> None:
@@ -344,5 +327,5 @@ def test_ranks_outlive_the_thread_that_made_them() -> None:
     thread.start()
     thread.join()
     add_prompts(found[0], (21, 5))
-    assert gathers_of(found[0], None) > 0
+    assert gathers_of(found[0], None)[0] > 0
     found[0].close()

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import signal
 import socket
 import struct
@@ -35,13 +34,15 @@ from tests.support.sharded import (
     SPLIT,
     WEIGHTS,
     assert_same,
+    gathers_of,
+    group_of,
     model_with,
     served,
     served_whole,
     settings_of,
     wide_model,
 )
-from tests.support.stops import add_prompts, assert_same_answers, run_in_pieces, whole_program
+from tests.support.stops import add_prompts, assert_same_answers, whole_program
 from tests.support.sweeps import Asked, Watched
 from tests.support.waiting import wait_for
 
@@ -104,7 +105,6 @@ def test_hosts_that_share_each_expert_stop_at_every_task_and_go_on(
         runner.close()
 
 
-@pytest.mark.skipif(shutil.which("ip") is None, reason="there is no program `ip`")
 def test_two_networks_have_the_bits_of_one_process(record_property: Any) -> None:
     with host_apart(lambda _: model_with(NAME, "bf16", 256)) as apart:
         record_property("network", apart.network)
@@ -117,24 +117,6 @@ def test_two_networks_have_the_bits_of_one_process(record_property: Any) -> None
         assert assert_same_answers(expected, found, 3) > 30
         for runner in (expected, found):
             runner.close()
-
-
-def group_of(runner: TorchRunner) -> Any:
-    backend: Any = runner.backend
-    return backend.group
-
-
-def gathers_of(runner: TorchRunner, num_tasks: int | None) -> tuple[int, int]:
-    """Return the gathers of a step, in pieces or whole, and the bytes of their tensors."""
-    group = group_of(runner)
-    before = group.num_gathers, group.gathered_bytes
-    program = whole_program(runner)
-    if num_tasks is None:
-        assert runner.run(program, START, Watched()) == program.end
-    else:
-        assert len(run_in_pieces(runner, program, num_tasks)) > 10
-    runner.finish(program)
-    return group.num_gathers - before[0], group.gathered_bytes - before[1]
 
 
 def test_a_stop_takes_no_gather_of_its_own(hosts: Callable[..., list[str]]) -> None:

@@ -1,13 +1,11 @@
 """Runners and engines on a stand-in for a device, with slots for some experts of the host."""
 
-import random
 from typing import Any
 
 import pytest
-import torch
 
 from qllm.cuda.backend import cuda_runner
-from qllm.cuda.slots import DeviceResidency, ExpertRoom, HostLayer
+from qllm.cuda.slots import ExpertRoom, HostLayer
 from qllm.engine import build
 from qllm.models.discover import discover
 from qllm.runner.runner import TorchRunner
@@ -34,25 +32,6 @@ def in_slots(model: Any, num_slots: int, streams: FakeStreams, **settings: Any) 
     how = {"num_pages": 128, "page_size": PAGE, "graphs": False, "room": room}
     streams.accesses.clear()  # memory of an earlier runner may have been at the same addresses
     return cuda_runner(model, **{**how, **settings})
-
-
-def residency_of(runner: TorchRunner) -> DeviceResidency:
-    """Return the slots of a runner."""
-    found = runner.residency
-    assert isinstance(found, DeviceResidency)
-    return found
-
-
-def draw_residents(runner: TorchRunner, rng: random.Random) -> None:
-    """Put a drawn set of experts into slots, and no others."""
-    residency = residency_of(runner)
-    residency.clear()
-    numbers = range(len(residency.layers))
-    for layer in rng.sample(numbers, rng.randint(0, len(numbers))):
-        num = residency.layers[layer].num_experts
-        chosen = rng.sample(range(num), min(num, rng.randint(1, residency.num_slots)))
-        with torch.inference_mode(), residency.layer(layer).pinned(chosen):
-            pass
 
 
 class SlotDevice:

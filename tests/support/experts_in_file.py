@@ -2,6 +2,7 @@
 
 import os
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from qllm.errors import RequestFailedError
+from qllm.frontend.handle import Handle
 from qllm.models.loader import load
 from qllm.models.weights.expert_file import ExpertFile, room_for
 from qllm.models.weights.experts_in_file import ExpertsInFile
@@ -123,20 +126,31 @@ def in_slots(folder: Path, num_slots: int, how: str = "auto", **settings: Any) -
     return cpu_runner(model, max_segment_ms=float("inf"), expert_weights=how, **settings)
 
 
+def errors_of(handles: Sequence[Handle], wanted: Sequence[Sequence[int]]) -> list[str]:
+    """Return the errors of requests. All others have the tokens that are wanted."""
+    errors = list[str]()
+    for handle, tokens in zip(handles, wanted, strict=True):
+        try:
+            assert handle.result(300).token_ids == tokens
+        except RequestFailedError as error:
+            errors.append(str(error))
+    return errors
+
+
 def residency_of(runner: TorchRunner) -> Residency:
-    """Return the residency of the experts of a runner."""
-    held = [bank.residency for bank in runner.backend.compute.banks if bank is not None]
-    assert held[0] is not None
-    return held[0].all
+    """Return the slots of a runner."""
+    found = runner.residency
+    assert found is not None
+    return found
 
 
 def draw_residents(runner: TorchRunner, rng: random.Random) -> None:
-    """Put a drawn set of experts in memory, and no others."""
+    """Put a drawn set of experts into slots, and no others."""
     residency = residency_of(runner)
     residency.clear()
-    banks = [bank.residency for bank in runner.backend.compute.banks if bank is not None]
-    for layer in rng.sample(banks, rng.randint(0, len(banks))):
-        assert layer is not None
-        num = rng.randint(1, residency.num_slots)
-        with layer.pinned(rng.sample(range(layer.num_experts), min(num, layer.num_experts))):
+    numbers = range(len(residency.layers))
+    for number in rng.sample(numbers, rng.randint(0, len(numbers))):
+        layer, num = residency.layer(number), rng.randint(1, residency.num_slots)
+        chosen = rng.sample(range(layer.num_experts), min(num, layer.num_experts))
+        with torch.inference_mode(), layer.pinned(chosen):
             pass

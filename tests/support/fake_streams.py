@@ -225,7 +225,7 @@ class FakeStreams:
             self.computes(k, pages, writes=True)
 
     def _reads_slots(self, weights: ExpertWeights, counts_E: Tensor, lo: int) -> None:
-        """What computes reads the slots of experts that have tokens."""
+        """Record that the computing stream reads the slots of experts that have tokens."""
         assert weights.place_E is not None
         self._launch(self.compute)
         packed = weights.packed or ()

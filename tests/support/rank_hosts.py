@@ -3,6 +3,7 @@
 import ctypes
 import multiprocessing
 import os
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -104,14 +105,16 @@ class Apart(NamedTuple):
 def host_apart(model: Load) -> Iterator[Apart]:
     """Yield a host in a network namespace of its own, behind a pair of virtual cards.
 
-    Without the rights for that, it is at a loopback address.
+    Without the rights or the program `ip` for that, it is at a loopback address.
     """
     number = os.getpid() % (1 << 14)
     ends = [f"10.46.{number >> 6}.{4 * (number & 63) + i}" for i in (1, 2)]
     card, other = f"qllm-{number}a", f"qllm-{number}b"
     try:
+        if shutil.which("ip") is None:
+            raise FileNotFoundError("ip")
         host = RankHost(model, ends[1], _in_new_network, waits=True)
-    except (EOFError, AssertionError):
+    except (EOFError, AssertionError, FileNotFoundError):
         with RankHost(model) as host:
             yield Apart(host, "loopback")
         return

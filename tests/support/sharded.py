@@ -11,8 +11,11 @@ from qllm.models.weights.quantised_linears import QuantisedLinear
 from qllm.plan import Row
 from qllm.runner.cpu import cpu_runner
 from qllm.runner.runner import TorchRunner
+from qllm.scheduler.program import START
 from tests.support.families import COMMON, MAKERS, attention_of
 from tests.support.programs import add, next_row, prompt_of, sweep
+from tests.support.stops import run_in_pieces, whole_program
+from tests.support.sweeps import Watched
 
 WIDE: dict[str, Any] = {"hidden_size": 192, "vocab_size": 300}
 """Three panels of columns, and a vocabulary that ends inside a panel."""
@@ -140,6 +143,24 @@ def served(runner: TorchRunner) -> Served:
 def served_whole(name: str, weights: str, width: int | None = None) -> Served:
     """Return the results of a runner of the whole model."""
     return served(cpu_runner(model_with(name, weights, width), **settings_of(weights)))
+
+
+def group_of(runner: TorchRunner) -> Any:
+    """Return the group of a runner's ranks."""
+    backend: Any = runner.backend
+    return backend.group
+
+
+def gathers_of(runner: TorchRunner, num_tasks: int | None) -> tuple[int, int]:
+    """Return the gathers of a step, in pieces or whole, and the bytes of their tensors."""
+    group, program = group_of(runner), whole_program(runner)
+    before = group.num_gathers, group.gathered_bytes
+    if num_tasks is None:
+        assert runner.run(program, START, Watched()) == program.end
+    else:
+        assert len(run_in_pieces(runner, program, num_tasks)) > 10
+    runner.finish(program)
+    return group.num_gathers - before[0], group.gathered_bytes - before[1]
 
 
 def layers_of(kv: Any, num: int) -> list[tuple[Tensor, Tensor]]:

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -35,6 +35,7 @@ from qllm.block_file import (
     why_foreign,
 )
 from qllm.errors import ConfigError, ModelError
+from qllm.models.weights.refused_forward import RefusedForward
 
 MAGIC, END = b"qllm-ex\x01", b"qllm-ee\x01"
 """Kind and version of the first and of the last block. The version is also that of the layout in
@@ -341,7 +342,11 @@ def refuse_too_few(max_bytes: int, slot_bytes: int, top_k: int, total: int) -> N
 def leave_in_file(module: Any, place: InFile) -> None:
     """Mark a module of experts whose weights are in a file. Its forward raises a ModelError."""
     setattr(module, IN_FILE, place)
-    module.forward = _Refusal(place.layer.name, place.file.path)
+    module.forward = RefusedForward(
+        place.layer.name,
+        str(place.file.path),
+        "use a runner, or load the model without a file of experts",
+    )
 
 
 def in_file(module: object) -> InFile | None:
@@ -354,22 +359,6 @@ def all_in_file(model: nn.Module) -> dict[str, InFile]:
     """Return the places of all experts that are in a file, by the name of their module."""
     found = {name: in_file(module) for name, module in model.named_modules()}
     return {name: place for name, place in found.items() if place is not None}
-
-
-class _Refusal:
-    """A forward of experts that are in a file."""
-
-    is_ours = True
-    """The mark of forwards that this package replaced."""
-
-    def __init__(self, name: str, path: Path) -> None:
-        self._name, self._path = name, path
-
-    def __call__(self, *_: object, **__: object) -> NoReturn:
-        raise ModelError(
-            f"the experts of {self._name} are in {self._path}, so its own forward cannot run; use "
-            "a runner, or load the model without a file of experts"
-        )
 
 
 def _unusable(path: Path, why: str) -> ConfigError:

@@ -6,15 +6,15 @@ module's own forward cannot run.
 
 import mmap
 from math import prod
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from qllm.errors import ModelError
 from qllm.kernels.quantised import Quantised
 from qllm.models.weights.quantised_experts import WEIGHTS, quantised_in
 from qllm.models.weights.quantised_weights import DeviceWeights, tensors_of
+from qllm.models.weights.refused_forward import RefusedForward
 
 ON_HOST = "qllm_on_host"
 """Attribute of a module of experts whose weights are on the host: an `OnHost`."""
@@ -78,7 +78,9 @@ def leave_on_host(module: Any, path: str, max_bytes: int) -> None:
     """
     num_bytes = sum(len(part) * in_lines(part[0].nbytes) for part in parts_of(module))
     setattr(module, ON_HOST, OnHost(max_bytes, num_bytes))
-    module.forward = _Refusal(path)
+    module.forward = RefusedForward(
+        path, "the host's memory", "use a runner, or load the model without max_expert_bytes"
+    )
 
 
 def on_host(module: object) -> OnHost | None:
@@ -93,19 +95,3 @@ def bytes_in_slots(model: nn.Module) -> int:
     if not found:
         return 0
     return min(found[0].max_bytes, sum(place.num_bytes for place in found))
-
-
-class _Refusal:
-    """A forward of experts that are on the host."""
-
-    is_ours = True
-    """The mark of forwards that this package replaced."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-
-    def __call__(self, *_: object, **__: object) -> NoReturn:
-        raise ModelError(
-            f"the experts of {self._path} are in the host's memory, so its own forward cannot run; "
-            "use a runner, or load the model without max_expert_bytes"
-        )

@@ -2,7 +2,7 @@
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -132,10 +132,7 @@ class DeviceWeights(_Weights):
     def __init__(self, num: int, like: Quantised, device: torch.device) -> None:
         super().__init__(num, like)
         self._device = device
-        offset = None if like.offset_NG is None else self._empty(like.offset_NG)
-        self.whole = like._replace(
-            codes=self._empty(like.codes), scale_NG=self._empty(like.scale_NG), offset_NG=offset
-        )
+        self.whole = with_tensors(like, map(self._empty, tensors_of(like)))
         """All weights, as a stack."""
 
     def _empty(self, like: Tensor) -> Tensor:
@@ -202,12 +199,15 @@ def tensors_of(one: Quantised) -> list[Tensor]:
     return [t for t in (one.codes, one.scale_NG, one.offset_NG) if t is not None]
 
 
+def with_tensors(one: Quantised, tensors: Iterable[Tensor]) -> Quantised:
+    """Return a weight with other tensors, in the order of `tensors_of`."""
+    codes, scale, *offset = tensors
+    return one._replace(codes=codes, scale_NG=scale, offset_NG=offset[0] if offset else None)
+
+
 def shape_of(one: Quantised) -> Quantised:
     """Return the same weight without its memory."""
-    offset = None if one.offset_NG is None else one.offset_NG.to("meta")
-    return one._replace(
-        codes=one.codes.to("meta"), scale_NG=one.scale_NG.to("meta"), offset_NG=offset
-    )
+    return with_tensors(one, (tensor.to("meta") for tensor in tensors_of(one)))
 
 
 def sample_of(tensor: Tensor) -> bytes:

@@ -713,6 +713,23 @@ def test_a_long_prompt_reads_experts_of_its_next_layer_when_it_has_its_own(make:
     finished_well(world)
 
 
+def test_a_long_prompt_reads_nothing_ahead_before_it_has_slots_for_its_own(make: Make) -> None:
+    """The slots are full of experts that nothing will use, and a long prompt may take few."""
+    world = two_layers(make, 24, experts_of=lambda i: range(8, 32) if i == 0 else range(8))
+    world.waits.reads_ahead, world.is_open = False, True
+    world.submit(BE, WIDE, 1)
+    world.run_open()
+    world.waits.reads_ahead, world.is_open = True, False
+    assert world.residency.num_resident == 24
+    world.submit(BE, WIDE, 1)
+    world.stop_at_wait()
+    reads = list(world.waits._reads.values())
+    assert 0 < len(reads) < 8
+    assert all(read.ahead is None for read in reads)
+    world.run_open()
+    finished_well(world)
+
+
 def test_a_frame_waits_for_no_read_ahead_of_another(make: Make) -> None:
     world = two_layers(make)
     world.submit(BE, WIDE, 1)

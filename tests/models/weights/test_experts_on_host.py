@@ -29,8 +29,8 @@ from tests.support import published
 from tests.support.captured import sampling_of, schedule
 from tests.support.dense import dense_model, save
 from tests.support.device_weights import on_device
-from tests.support.expert_slots import expert_streams, in_slots, residency_of, sizes_of
-from tests.support.experts_in_file import gguf_of, saved
+from tests.support.expert_slots import expert_streams, in_slots, sizes_of
+from tests.support.experts_in_file import gguf_of, residency_of, saved
 from tests.support.fake_streams import install
 from tests.support.streaming import STEM, change, made
 
