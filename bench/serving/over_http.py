@@ -243,8 +243,13 @@ def _minus(left: dict[str, float], right: dict[str, float]) -> dict[str, float]:
 
 @contextmanager
 def hogs(count: int, core: int | None) -> Iterator[None]:
-    """Run processes that burn CPU inside the block."""
-    processes = [subprocess.Popen([sys.executable, "-c", HOG]) for _ in range(count)]
+    """Run processes that burn CPU inside the block.
+
+    Each has a session of its own: the kernel may share cores between sessions first, and a client
+    in the same session would then wait for the hogs in place of the server.
+    """
+    hog = [sys.executable, "-c", HOG]
+    processes = [subprocess.Popen(hog, start_new_session=True) for _ in range(count)]
     try:
         for process in processes:
             pin(process.pid, core)
