@@ -27,7 +27,6 @@ NOT_AGAIN: Mapping[str, str] = {
             "four_bits.json",
             "four_bits_2048.json",
             "four_bits_openvino.json",
-            "hybrid.json",
             "kv.json",
             "on_ray.json",
             "over_http.json",
