@@ -42,6 +42,8 @@ class RequestLog:
         self.max_replays, self.max_trials = max_replays, max_trials
         self.on_replay = on_replay
         self._lock = threading.RLock()
+        self._turn = threading.Lock()
+        """Lock of the thread that replays requests."""
         self._waiting: dict[RequestId, SavedRequest] = {}
         """Waiting requests, in the order of replay."""
         self._numbers = itertools.count()
@@ -63,7 +65,8 @@ class RequestLog:
 
     def disown(self, error: str) -> None:
         """Drop the waiting requests in a child of `os.fork`, because the parent owns them."""
-        self._lock = threading.RLock()  # another thread of the parent may have held the old lock
+        # other threads of the parent may have held the old locks
+        self._lock, self._turn = threading.RLock(), threading.Lock()
         for entry in self._waiting.values():
             entry.handle.disown(error)
         self._waiting.clear()
@@ -178,10 +181,19 @@ class RequestLog:
             self._next()
 
     def _next(self) -> None:
-        while (entry := self._first()) is not None:
-            with entry.handle.prompt_lock:  # the request migrates between two pieces of its prompt
-                if not self._try(entry):
-                    return
+        """Replay waiting requests, unless a thread already does; that thread then takes them all.
+
+        A client that replays a request holds locks, and may call `heard_of`. So no thread waits
+        here for its turn.
+        """
+        while (entry := self._first()) is not None and self._turn.acquire(blocking=False):
+            try:
+                # the request migrates between two pieces of its prompt
+                with entry.handle.prompt_lock:
+                    if not self._try(entry):
+                        return
+            finally:
+                self._turn.release()
 
     def _first(self) -> SavedRequest | None:
         with self._lock:

@@ -284,6 +284,48 @@ def test_paused_requests_without_room_for_their_pause_wait_on() -> None:
     assert entries[1].num_replays == 0
 
 
+class WatchedLock:
+    """A lock that tells when a thread wants it."""
+
+    def __init__(self) -> None:
+        self.is_wanted, self._lock = threading.Event(), threading.RLock()
+
+    def __enter__(self) -> None:
+        self.is_wanted.set()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def test_a_thread_that_replays_waits_for_no_prompt_with_the_locks_of_its_engine() -> None:
+    """A caller that holds the prompt's lock may want those."""
+    w, client = World(), SilentClient()
+    first, second = (w.entry(n) for n in range(2))
+    w.die(first, second)
+    client._announce = lambda *_: first.handle.pause()  # type: ignore[method-assign]
+    second.handle.prompt_lock = lock = WatchedLock()  # type: ignore[assignment]
+    thread = threading.Thread(target=w.log.go_on, args=(client.replay,))
+    with lock:
+        lock.is_wanted.clear()
+        thread.start()
+        assert lock.is_wanted.wait(60)
+        is_free = client.admission_lock.acquire(blocking=False)
+        if is_free:
+            client.admission_lock.release()
+    thread.join(60)
+    assert is_free
+    assert w.num_replayed == 2
+
+
+def test_a_request_that_is_heard_of_while_another_is_replayed_is_followed_at_once() -> None:
+    w = World()
+    first, second, third = (w.entry(n) for n in range(3))
+    w.die(first, second, third)
+    w.engine.before = lambda: w.log.heard_of(w.log._trial or first)
+    assert w.go_on() == ["r0", "r1", "r2"]
+
+
 @pytest.mark.parametrize(
     ("num_done", "moved", "told"),
     [(0, None, 3), (2, None, 0), (2, 2, 2)],
