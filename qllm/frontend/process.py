@@ -343,7 +343,9 @@ class ProcessClient(RingClient):
     def end_if_stuck(self, after_s: float) -> None:
         if self._process is None:
             return super().end_if_stuck(after_s)
-        self._watchdog = Watchdog(after_s, time.monotonic_ns())
+        if self._watchdog is None:
+            self._watchdog = Watchdog(after_s, time.monotonic_ns())
+        self._watchdog.limit_s = after_s  # a new watchdog would start to count again
 
     def drain(self) -> None:
         self.raise_if_closed()

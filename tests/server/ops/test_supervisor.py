@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qllm.config import EngineConfig
-from qllm.errors import ModelError
+from qllm.errors import ModelError, RequestFailedError
 from qllm.frontend.process import WATCH_S, Watchdog
 from qllm.llm import QLLMEngine
 from qllm.server.config import ServerConfig, load_config
@@ -139,6 +139,15 @@ def test_a_stuck_engine_is_killed_and_replaced() -> None:
         wait_for(lambda: is_ready(served), 60)
         assert served.post(COMPLETIONS, {"prompt": "a", "max_tokens": 2}).status_code == 200
         served.front.engine.close()
+
+
+def test_a_limit_that_is_set_again_and_again_still_ends_a_stuck_engine() -> None:
+    with make() as engine:
+        handle = engine.submit("x", "LS", 4000, ignore_eos=True)
+        freeze(pid_of(engine))
+        wait_for(lambda: engine.end_if_stuck(2) or engine.failure is not None)
+        with pytest.raises(RequestFailedError, match="did not come round for 2 s"):
+            handle.result(60)
 
 
 def test_a_server_ends_if_its_engine_does_not_come_back() -> None:
