@@ -4,6 +4,7 @@ An environment is made once; an error in making it is stored and reported, so a 
 never left out in silence. Package versions are pinned: another version is another peer.
 """
 
+import ctypes
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -30,6 +31,8 @@ ZEN = ("zentorch==2.13.0.1", "deprecated")
 """Packages of vLLM's extra `zen`, and one that it imports and does not name; only for AMD's
 processors."""
 INSTALL_S, START_S = 1800, 300
+PR_SET_CHILD_SUBREAPER = 36
+"""Number of a call of `prctl`, from linux/prctl.h."""
 PLATFORM = "from vllm.platforms import current_platform as p; print(type(p).__name__)"
 
 
@@ -353,7 +356,7 @@ def serving(peer: Peer, place: Place, log: Path) -> Iterator[subprocess.Popen[by
         "HF_HUB_OFFLINE": "1",
         **peer.variables(place),
     }
-    with log.open("wb") as out:
+    with log.open("wb") as out, adopting():
         process = subprocess.Popen(
             peer.command(place), env=env, stdout=out, stderr=out, start_new_session=True
         )
@@ -370,14 +373,23 @@ def serving(peer: Peer, place: Place, log: Path) -> Iterator[subprocess.Popen[by
             _stop(process)
 
 
+@contextmanager
+def adopting() -> Iterator[None]:
+    """Become the parent of processes whose own parent ends inside the block."""
+    prctl = ctypes.CDLL(None).prctl
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        prctl(PR_SET_CHILD_SUBREAPER, 0)
+
+
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End a server and all processes of its session."""
+    """End a server and all processes of its session, and count their CPU time as ours."""
     for sign in (signal.SIGTERM, signal.SIGKILL):
-        try:
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(process.pid, sign)
-        except ProcessLookupError:
-            return
-        try:
             process.wait(15)
-        except subprocess.TimeoutExpired:
-            continue
+    with suppress(ChildProcessError):
+        while True:
+            os.waitpid(-process.pid, 0)  # only a process that was waited for is counted

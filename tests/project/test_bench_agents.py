@@ -1,6 +1,7 @@
 """The parts of `bench agents` and `bench long_turn` that decide what a number means."""
 
 import argparse
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,12 @@ from typing import Any
 import pytest
 
 from bench import common
-from bench.common import Table
+from bench.common import Table, busy_cores
 from bench.models.noise_folder import skeleton
 from bench.models.published_shapes import SHAPES, config_of
 from bench.models.shape_floors import Needs
 from bench.report_agents import agents_part, draw_agents
-from bench.serving import agents
+from bench.serving import agents, servers
 from bench.serving.agents_numbers import (
     Run,
     batch_rate,
@@ -84,6 +85,33 @@ def test_an_answer_that_was_cut_off_is_compared_as_far_as_it_came() -> None:
     assert different({"a": [1, 2], "b": [1, 3], "c": [1, 1]}, solo) == ["b", "c"]
     with pytest.raises(KeyError):
         different({"d": [1]}, solo)
+
+
+LEAVES_A_WORKER = """
+import os, signal, sys, time
+if os.fork():
+    signal.pause()
+while time.process_time() < 0.3:
+    pass
+open(sys.argv[1], "w").close()
+signal.pause()
+"""
+"""A server that ends without waiting for its worker, which has used 0.3 s of a core."""
+
+
+def test_the_time_of_a_servers_workers_is_not_that_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = tmp_path / "worked"
+    monkeypatch.setattr(servers, "_answers", lambda port: mark.exists())
+    command = [sys.executable, "-c", LEAVES_A_WORKER, str(mark)]
+    peer = servers.Peer(
+        name="forks", environment=None, install=lambda home: None, command=lambda place: command
+    )
+    before_s = busy_cores()[1]
+    with servers.serving(peer, servers.Place(tmp_path, tmp_path, 0, 1), tmp_path / "log"):
+        pass
+    assert busy_cores()[1] - before_s > 0.25
 
 
 def arguments(**more: Any) -> argparse.Namespace:
