@@ -36,6 +36,7 @@ from bench.common import (
     result_file,
     without_paths,
 )
+from bench.serving.servers import cores_of, vllm_variables
 from qllm import SamplingParams
 from qllm.kernels import cpu
 from qllm.plan import Plan, Row
@@ -209,10 +210,11 @@ def vllm_rows(table: Table, python: str, folder: str | Path) -> dict[str, Any]:
     asked = {"prompts": [make_prompt(rng, 64 + 8 * i) for i in range(SEATS)], "tokens": VLLM_TOKENS}
     program = Path(__file__).with_name("vllm_ranks.py")
     found = {}
-    for tp in (1, TP):
+    for tp, cores in ((1, cores_of(TP)), (TP, "|".join(map(str, range(TP))))):
         done = subprocess.run(
             [python, str(program), str(folder), str(tp)],
             input=json.dumps(asked) + "\n", capture_output=True, text=True, check=False,
+            env=os.environ | vllm_variables(Path(python).parents[1], cores, 1),
         )  # fmt: skip
         if done.returncode:
             why = done.stderr.strip().splitlines()[-1:]

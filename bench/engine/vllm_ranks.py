@@ -4,25 +4,18 @@
 
 The input is one JSON line: `prompts`, lists of token ids, and `tokens`, the length of every answer.
 The last line of the output has `answers`, the token ids of each answer, and `seconds` of all
-requests together. A rank has a core of its own; one process has as many threads as there are ranks
-otherwise.
+requests together. The caller sets the cores of the ranks (`vllm_variables` of
+`bench.serving.servers`).
 """
 
 import json
-import os
 import sys
 import time
-
-RANKS = 2
 
 
 def main() -> None:
     """Answer all prompts at once, twice, and print the second time."""
     folder, tp = sys.argv[1], int(sys.argv[2])
-    cores = [str(core) for core in range(RANKS)]
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(cores) if tp > 1 else f"0-{RANKS - 1}"
-    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
-    os.environ["VLLM_NO_USAGE_STATS"] = "1"
     from vllm import LLM, SamplingParams
 
     asked = json.loads(sys.stdin.readline())

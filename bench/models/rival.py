@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.common import ROOT, without_paths
-from bench.serving.servers import preload
+from bench.serving.servers import cores_of, vllm_variables
 
 
 class RivalError(Exception):
@@ -90,15 +90,16 @@ class Rival:
                     pipe.close()
 
 
-def library(python: str, script: str, what: Path, *more: str) -> Rival:
-    """Start another library.
+def library(python: str, script: str, what: Path, threads: str, *more: str) -> Rival:
+    """Start another library. It gets the environment variables of vLLM, which others ignore.
 
     Args:
         python: Python of its environment.
         script: Name of a script in this folder.
         what: File or folder that it reads.
+        threads: Number of its threads.
         *more: Further arguments of the script.
     """
     path = str(ROOT / "bench/models" / script)
-    variables = {"LD_PRELOAD": preload(Path(python).parents[1])}
-    return Rival([python, path, str(what.resolve()), *more], variables)
+    variables = vllm_variables(Path(python).parents[1], cores_of(int(threads)), 1)
+    return Rival([python, path, str(what.resolve()), threads, *more], variables)

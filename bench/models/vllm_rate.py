@@ -2,7 +2,8 @@
 
     python vllm_rate.py FOLDER THREADS [SEATS]
 
-With zentorch on an AMD processor, vLLM rounds activations to 8 bits if weights have 4. With SEATS,
+The caller sets the cores of the threads (`vllm_variables` of `bench.serving.servers`). With
+zentorch on an AMD processor, vLLM rounds activations to 8 bits if weights have 4. With SEATS,
 the most rows at once, its engine is in this process and runs step by step. Questions and answers:
 `answering.py`.
 """
@@ -69,10 +70,7 @@ class Stepped:
 
 def main() -> None:
     """Answer until the input ends."""
-    threads, seats = int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else None
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{threads - 1}" if threads > 1 else "0"
-    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
-    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    seats = int(sys.argv[3]) if len(sys.argv) > 3 else None
     if seats is not None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams

@@ -171,13 +171,29 @@ def _vllm_command(*more: str) -> Callable[[Place], list[str]]:
     return command
 
 
-def _vllm_variables(place: Place) -> dict[str, str]:
+def cores_of(threads: int) -> str:
+    """Return the cores of a process, one per thread, as vLLM spells them."""
+    return f"0-{threads - 1}" if threads > 1 else "0"
+
+
+def vllm_variables(home: Path, cores: str, kv_gib: int) -> dict[str, str]:
+    """Return the environment variables of vLLM, in addition to ours.
+
+    Args:
+        home: Folder of its environment.
+        cores: Cores of its threads, with "|" between those of two ranks.
+        kv_gib: GiB of its KV.
+    """
     return {
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{place.threads - 1}" if place.threads > 1 else "0",
-        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": cores,
+        "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
         "VLLM_NO_USAGE_STATS": "1",
-        "LD_PRELOAD": preload(place.home),
+        "LD_PRELOAD": preload(home),
     }
+
+
+def _vllm_variables(place: Place) -> dict[str, str]:
+    return vllm_variables(place.home, cores_of(place.threads), 2)
 
 
 def _transformers(home: Path) -> None:

@@ -17,11 +17,12 @@ from transformers import AutoModelForCausalLM, DeepseekV2Config, GptOssConfig, Q
 
 from bench import __main__ as by_name
 from bench.common import Table
+from bench.engine.ranks import vllm_rows
 from bench.models import shapes
 from bench.models.answering import of_rows
 from bench.models.noise_folder import skeleton, write
 from bench.models.published_shapes import SHAPES, VOCAB, config_of
-from bench.models.rival import Rival, RivalError
+from bench.models.rival import Rival, RivalError, library
 from bench.models.shape_floors import Machine, Needs, Work
 from tests.support.files import ROOT
 
@@ -242,6 +243,23 @@ def test_a_process_that_ends_says_its_last_line() -> None:
             rival.ask({})
     finally:
         rival.close()
+
+
+ITS_CORES = """#!/bin/sh
+echo "$VLLM_CPU_OMP_THREADS_BIND, $VLLM_CPU_KVCACHE_SPACE GiB" >> "$0.said"
+echo '{"answers": [[1]], "seconds": 1.0}'
+"""
+
+
+def test_each_vllm_of_a_bench_gets_its_cores(tmp_path: Path) -> None:
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(ITS_CORES)
+    python.chmod(0o755)
+    vllm_rows(Table(), str(python), tmp_path)
+    library(str(python), "vllm_rate.py", tmp_path, "2").close()
+    said = python.with_name("python.said").read_text().splitlines()
+    assert said == ["0-1, 1 GiB", "0|1, 1 GiB", "0-1, 1 GiB"]
 
 
 @pytest.mark.slow  # the parts of the bench are tested above
