@@ -12,21 +12,22 @@ takes another one. The output is a table, then one JSON line.
 """
 
 import argparse
+import itertools
 import json
 import random
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+from transformers import AutoTokenizer
 
 from bench.common import Table, machine, plain, result_file
-from bench.energy import Run, metered
+from bench.energy import Run, answered_tokens, metered
 from bench.serving.qllm_serve import Serve, serving
 from qllm import QLLMEngine
 from qllm.config import engine_config
@@ -36,11 +37,16 @@ from qllm.measure.random_moe import make_random_moe
 from qllm.models import depth_profile
 from qllm.models.depth_profile import DepthProfile
 from qllm.record.summary import percentile
+from qllm.types import Priority
+from qllm.workloads.client import TIERS, Server, saturate_http, talk_http
+from qllm.workloads.spec import Arrival
 
 TARGETS = {"batch": 0.9, "best": 0.95, "worst": 1.2, "single": 1.0, "be": 0.93, "ttft": 1.05}
 MEMORY = {"300m": "2GiB", "1m": "1GiB"}
 AT_ONCE = 4
 """Requests that are open at the same time."""
+MOST_S = 600.0
+"""Most seconds for the answers of an arm, or for one audit."""
 KINDS = {
     "chat": "User: Tell me why a {} is a {} without its {}.\nAssistant:",
     "code": "class {0}:\n    def __init__(self, {1}):\n        self.x = {1}\n\n    def {2}(self):",
@@ -51,17 +57,40 @@ WORDS = ("river", "lamp", "window", "table", "garden", "bottle", "engine", "lett
 
 
 class Arm(NamedTuple):
-    """The counts of one arm on one mix."""
+    """The answers of one arm to one mix."""
 
-    tokens: int
+    prompts: Sequence[Sequence[int]]
+    answers: Sequence[Sequence[int]]
+    """Token ids of each prompt and of its answer."""
     seconds: float
-    answers: Sequence[Mapping[str, Any]]
+    """Time to the last token."""
     energy: Run
 
     @property
     def per_s(self) -> float:
         """Return tokens of answers per second."""
-        return self.tokens / self.seconds
+        return sum(map(len, self.answers)) / self.seconds
+
+
+class Side(NamedTuple):
+    """A server, and the tokenizer of its models."""
+
+    url: str
+    tokenizer: Any
+
+    def arrival(
+        self, name: str, text: str, num: int, at_s: float = 0.0, priority: Priority = Priority.LS
+    ) -> Arrival:
+        """Return a request with a text."""
+        ids = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return Arrival(at_s=at_s, name=name, priority=priority, token_ids=ids, max_tokens=num)
+
+    def asks(self, model: str) -> Server:
+        """Return the form of requests: LS to a model, BE to the whole one. `auto` allows a loss."""
+        lossy = {"lossy": True} if model == "auto" else {}
+        ls = {"model": model, "return_token_ids": True, **lossy}
+        be = {"service_tier": TIERS[Priority.BE]}
+        return Server(url=self.url, model="whole", bodies={Priority.LS: ls, Priority.BE: be})
 
 
 def texts_of(kind: str, count: int, seed: int) -> list[str]:
@@ -70,44 +99,39 @@ def texts_of(kind: str, count: int, seed: int) -> list[str]:
     return [KINDS[kind].format(*rng.sample(WORDS, 3)) * 2 for _ in range(count)]
 
 
-def body(text: str, num: int, model: str) -> dict[str, Any]:
-    """Return a request; `auto` allows a loss."""
-    lossy = {"lossy": True} if model == "auto" else {}
-    return {
-        "model": model, "prompt": text, "max_tokens": num, "temperature": 0, "ignore_eos": True,
-        "return_token_ids": True, **lossy,
-    }  # fmt: skip
+def run_arm(side: Side, texts: Sequence[str], num: int, model: str) -> Arm:
+    """Send the requests of a mix, `AT_ONCE` at a time.
 
-
-def ask(url: str, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Send a request and return its answer."""
-    answer = httpx.post(f"{url}/v1/completions", json=dict(asked), timeout=600)
-    answer.raise_for_status()
-    found: dict[str, Any] = answer.json()
-    return found
-
-
-def run_arm(url: str, texts: Sequence[str], num: int, model: str) -> Arm:
-    """Send the requests of a mix, `AT_ONCE` at a time."""
-    began, runs = time.monotonic(), list[Run]()
-    with metered(runs) as computed, ThreadPoolExecutor(AT_ONCE) as pool:
-        answers = list(pool.map(lambda text: ask(url, body(text, num, model)), texts))
-        computed += [one["usage"]["total_tokens"] - 1.0 for one in answers]
-    tokens = sum(one["usage"]["completion_tokens"] for one in answers)
-    return Arm(tokens, time.monotonic() - began, answers, runs[0])
+    Raises:
+        RuntimeError: A request was not answered.
+    """
+    runs = list[Run]()
+    arrivals = [side.arrival(str(i), text, num) for i, text in enumerate(texts)]
+    with metered(runs) as computed:
+        served = saturate_http(side.asks(model), arrivals, AT_ONCE, MOST_S)
+        computed.append(answered_tokens(served))
+    if wrong := [one.error for one in served if not one.done]:
+        raise RuntimeError(f"{len(wrong)} requests to {model!r} were not answered: {wrong[0]}")
+    answers = {one.spec.name: one.token_ids for one in served}
+    return Arm(
+        prompts=[arrival.token_ids for arrival in arrivals],
+        answers=[answers[arrival.name] for arrival in arrivals],
+        seconds=max(one.token_s[-1] for one in served),
+        energy=runs[0],
+    )
 
 
 def disagreement(url: str, arm: Arm) -> tuple[int, int]:
     """Return the tokens of an arm, and those that the whole model would not choose."""
     differing = num = 0
-    for answer in arm.answers:
-        (choice,) = answer["choices"]
-        prompt, ids = choice["prompt_token_ids"], choice["token_ids"]
+    for prompt, ids in zip(arm.prompts, arm.answers, strict=True):
         read = {
             "model": "whole", "prompt": [*prompt, *ids], "max_tokens": 1, "temperature": 0,
             "prompt_logprobs": 1, "service_tier": "flex",
         }  # fmt: skip
-        scores = ask(url, read)["choices"][0]["prompt_logprobs"][len(prompt) :]
+        answer = httpx.post(f"{url}/v1/completions", json=read, timeout=MOST_S)
+        answer.raise_for_status()
+        scores = answer.json()["choices"][0]["prompt_logprobs"][len(prompt) :]
         for token_id, score in zip(ids, scores, strict=True):
             num += 1
             differing += next(i for i, x in score.items() if x["rank"] == 1) != str(token_id)
@@ -129,12 +153,12 @@ def server(
         yield made
 
 
-def learn(url: str, num: int) -> None:
+def learn(side: Side, num: int) -> None:
     """Send answers until closed candidates have read enough of them, so that only a share is."""
     count = DENSE * Rules().trials + 2
-    run_arm(url, texts_of("chat", count, 99), num, "auto")
-    deadline = time.monotonic() + 600
-    while _audits(url) < count and time.monotonic() < deadline:
+    run_arm(side, texts_of("chat", count, 99), num, "auto")
+    deadline = time.monotonic() + MOST_S
+    while _audits(side.url) < count and time.monotonic() < deadline:
         time.sleep(0.2)
 
 
@@ -145,42 +169,26 @@ def _audits(url: str) -> float:
     return min(float(x.rpartition(" ")[2]) for x in found)
 
 
-def beside_be(url: str, seconds: float, seed: int, num: int) -> dict[str, Any]:
+def beside_be(side: Side, seconds: float, seed: int, num: int) -> dict[str, Any]:
     """Send lossy LS requests beside endless BE; return TTFTs of LS, and tokens of BE per second."""
-    rng, stop = random.Random(seed), time.monotonic() + seconds
-    tokens, ttft_ms = list[int](), list[float]()
-
-    def be() -> None:
-        n = 0
-        while time.monotonic() < stop:
-            n += 1
-            text = " ".join(rng.sample(WORDS, 5)) * 4
-            asked = {**body(f"{n} {text}", num, "whole"), "service_tier": "flex"}
-            tokens.append(ask(url, asked)["usage"]["total_tokens"])
-
-    runs: list[Run] = []
-    with metered(runs) as computed, ThreadPoolExecutor(2) as pool:
-        jobs = [pool.submit(be) for _ in range(2)]
-        while time.monotonic() < stop:
-            time.sleep(rng.expovariate(1.0))
-            text = texts_of("chat", 1, rng.randrange(1 << 30))[0]
-            ttft_ms.append(first_ms(url, body(text, 8, "auto")))
-        for job in jobs:
-            job.result()
-        computed.append(float(sum(tokens)))
-    return {"ttft_ms": ttft_ms, "be_per_s": sum(tokens) / seconds, "energy": runs[0]}
-
-
-def first_ms(url: str, asked: Mapping[str, Any]) -> float:
-    """Return the time to the first chunk of a stream, and read it to its end."""
-    began, found = time.monotonic(), 0.0
-    with httpx.stream(
-        "POST", f"{url}/v1/completions", json={**asked, "stream": True}, timeout=600
-    ) as answer:
-        for line in answer.iter_lines():
-            if line.startswith("data: ") and not found:
-                found = 1e3 * (time.monotonic() - began)
-    return found
+    rng, at_s, ls, runs = random.Random(seed), 0.0, list[Arrival](), list[Run]()
+    while (at_s := at_s + rng.expovariate(1.0)) < seconds:
+        text = texts_of("chat", 1, rng.randrange(1 << 30))[0]
+        ls.append(side.arrival(f"ls-{len(ls)}", text, 8, at_s))
+    be = (
+        side.arrival(f"be-{n}", f"{n} {' '.join(rng.sample(WORDS, 5)) * 4}", num, 0.0, Priority.BE)
+        for n in itertools.count()
+    )
+    with metered(runs) as computed:
+        served = talk_http(side.asks("auto"), ls, seconds, batch=be, depth=2)
+        computed.append(answered_tokens(served))
+    end_s = max(one.token_s[-1] for one in served if one.token_s)
+    of_be = [one for one in served if one.spec.priority == Priority.BE]
+    return {
+        "ttft_ms": [one.ttft_ms(end_s) for one in served if one.spec.priority == Priority.LS],
+        "be_per_s": answered_tokens(of_be) / end_s,
+        "energy": runs[0],
+    }
 
 
 class Room(NamedTuple):
@@ -221,7 +229,7 @@ def sizes(table: Table, folder: Path, profile: DepthProfile, memory: str) -> dic
 
 
 def mixes(
-    table: Table, url: str, names: Sequence[str], count: int, num: int, rounds: int, bound: float
+    table: Table, side: Side, names: Sequence[str], count: int, num: int, rounds: int, bound: float
 ) -> dict[str, Any]:
     """Add the rows on mixes; return tokens per second of each arm."""
     order = [*KINDS, "all"]
@@ -233,10 +241,10 @@ def mixes(
         asked["all"] = [text for kind in KINDS for text in asked[kind]]
         for kind, some in asked.items():
             for name in random.Random(seed).sample(list(names), len(names)):
-                arm = run_arm(url, some, num, name)
+                arm = run_arm(side, some, num, name)
                 rates[kind][name].append(arm.per_s)
                 energy[kind] += [arm.energy] if name == "auto" else []
-                wrong[kind][name].append(disagreement(url, arm))
+                wrong[kind][name].append(disagreement(side.url, arm))
     mean = {k: {n: statistics.mean(x) for n, x in of.items()} for k, of in rates.items()}
     part = {
         k: {n: sum(d for _, d in x) / sum(num for num, _ in x) for n, x in of.items()}
@@ -312,14 +320,15 @@ def main() -> None:
             server(folder, depths, file, share, bound) as first,
             server(folder, depths, file, 1e-9, bound) as none,
         ):
-            for one in (first, none):
-                learn(one.url, num)
-            found = mixes(table, first.url, names, count, num, rounds, bound)
-            sides = {"audited": first, "not": none}
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+            sides = {"audited": Side(first.url, tokenizer), "not": Side(none.url, tokenizer)}
+            for side in sides.values():
+                learn(side, num)
+            found = mixes(table, sides["audited"], names, count, num, rounds, bound)
             runs: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
             for seed in range(rounds):
                 for name in sorted(sides, reverse=seed % 2 == 1):
-                    runs[name].append(beside_be(sides[name].url, seconds, seed, num))
+                    runs[name].append(beside_be(sides[name], seconds, seed, num))
     audits(table, runs, share)
     about = {
         "model": args.model or size, "depths": depths, "count": count, "tokens": num,
