@@ -326,7 +326,7 @@ class QLLMEngine:
             cache_owner: Owner of cached KV. Only requests of the same owner share cached KV, and
                 `delete_kv` deletes it.
             cache_ttl_s: Seconds for which the request's cached KV is not displaced, so that later
-                requests of a conversation find it.
+                requests of a conversation find it. 0 caches no KV of the request.
             reading: Factory of a reader that finds the reasoning in an answer. Inside reasoning, no
                 stop string or stop id ends the answer.
             **options: Fields of SamplingParams (`temperature=0.8`) in place of those in `sampling`.
@@ -347,7 +347,7 @@ class QLLMEngine:
         most = most_tokens(len(token_ids), max_tokens, self.config, shape)
         targets = slo_of(slo, self.config.default_slo(level))
         check_timeout("timeout_s", timeout_s)
-        check_timeout("cache_ttl_s", cache_ttl_s)
+        check_timeout("cache_ttl_s", cache_ttl_s, zero=True)
         salt = salt_digest(cache_salt, cache_owner)
         stop_ids = check_sampling(
             params, self.vocabulary, self.tokenizer, self.config.loop, most, reading is not None

@@ -53,13 +53,6 @@ class Span(NamedTuple):
     begin: int
 
 
-class CacheKey(NamedTuple):
-    """Owner and salt of cached KV. Only requests with the same ones share KV."""
-
-    cache_owner: str = ""
-    cache_salt: str = ""
-
-
 class Standing(NamedTuple):
     """A candidate in the eyes of the audits."""
 
@@ -76,13 +69,10 @@ class Course(RequestKeeper):
         lossy: Owner.
         handle: The answer.
         name: Candidate that has the request.
-        cached_for: Owner and salt of the request's cached KV. Audits use them too, so that a caller
-            who deletes its KV deletes theirs.
     """
 
-    def __init__(self, lossy: "Lossy", handle: Handle, name: str, cached_for: CacheKey) -> None:
-        self._lossy, self.cached_for = lossy, cached_for
-        self.handle = handle
+    def __init__(self, lossy: "Lossy", handle: Handle, name: str) -> None:
+        self._lossy, self.handle = lossy, handle
         self.spans = [Span(name, 0)]
         """The candidates of the answer so far, in order."""
         self.wanted: str | None = None
@@ -224,15 +214,14 @@ class Lossy:
 
     # -- answers
 
-    def begin(self, handle: Handle, name: str, cached_for: CacheKey) -> Course:
+    def begin(self, handle: Handle, name: str) -> Course:
         """Follow an answer from now on. Its request was submitted with `confidence=True`.
 
         Args:
             handle: The answer.
             name: Candidate that has the request.
-            cached_for: Owner and salt of the request's cached KV.
         """
-        course = Course(self, handle, name, cached_for)
+        course = Course(self, handle, name)
         with self._lock:
             self._courses.add(course)
             if name not in self._choice.open:  # closed since the request was sent there

@@ -72,21 +72,28 @@ def is_int(value: Any) -> bool:
         return False
 
 
-def is_time(value: Any, most: int) -> bool:
-    """Return True for a number in (0, most], `most` included."""
+def is_time(value: Any, most: int, *, zero: bool = False) -> bool:
+    """Return True for a number in (0, most], and for 0 if `zero`."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and 0 < value <= most  # all comparisons with NaN are False
+    # all comparisons with NaN are False
+    return is_number and (0 < value <= most or (zero and value == 0))
 
 
-def check_timeout(name: str, value: Any) -> None:
-    """Raise if a time-out is neither None nor an allowed number of seconds.
+def check_timeout(name: str, value: Any, *, zero: bool = False) -> None:
+    """Raise if a time is neither None nor an allowed number of seconds.
+
+    Args:
+        name: Name of the argument.
+        value: Time in seconds.
+        zero: True to allow 0.
 
     Raises:
         InvalidRequestError: The value is neither None nor an allowed number.
     """
-    if value is not None and not is_time(value, MAX_TIME_S):
+    if value is not None and not is_time(value, MAX_TIME_S, zero=zero):
+        range_ = f"{'[' if zero else '('}0, {MAX_TIME_S}]"
         raise InvalidRequestError(
-            f"{name}={shown(value)} must be a number of seconds in (0, {MAX_TIME_S}], or None"
+            f"{name}={shown(value)} must be a number of seconds in {range_}, or None"
         )
 
 

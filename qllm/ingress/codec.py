@@ -201,8 +201,8 @@ def decode_submission(record: Record) -> Submission:
     deadline_ns = values["deadline_ns"] if record.flags & layout.HAS_DEADLINE else None
     slo = Slo(_optional(values["slo_ttft_ms"]), _optional(values["slo_tpot_ms"]))
     wrong = wrong_number(priority, arrival_ns, deadline_ns, slo)
-    if num_cache and not math.isnan(ttl_s) and not 0 < ttl_s <= MAX_TIME_S:
-        wrong = wrong or f"cache_ttl_s={ttl_s} must be seconds in (0, {MAX_TIME_S}]"
+    if num_cache and not math.isnan(ttl_s) and not 0 <= ttl_s <= MAX_TIME_S:
+        wrong = wrong or f"cache_ttl_s={ttl_s} must be seconds in [0, {MAX_TIME_S}]"
     name, sampling = "", _NONE
     try:
         if values["top_k"] >> 63:

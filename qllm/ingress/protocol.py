@@ -39,7 +39,8 @@ class Submission:
     """Digests of owner and salt, 16 bytes each, or nothing. Requests with equal digests share
     prefixes."""
     cache_ttl_s: float | None = None
-    """Seconds for which the request's cached KV is not evicted after its last use."""
+    """Seconds for which the request's cached KV is not evicted after its last use. 0 caches
+    none."""
     is_open: bool = False
     """True while the prompt is streaming. The request samples no token before the last
     `Revision`."""

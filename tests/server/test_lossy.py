@@ -221,7 +221,7 @@ def begun(served: Serving, name: str, text: str, num: int = 400) -> tuple[Handle
     front: Any = served.front.of(name)
     handle = front.engine.submit(text, Priority.LS, num, sampling=params)
     owner: Any = front.lossy
-    owner.begin(handle, Ask(answer_id="a", max_tokens=num, cache_owner="key 7"), front)
+    owner.begin(handle, Ask(answer_id="a", max_tokens=num), front)
     return handle, handle.log
 
 
@@ -385,14 +385,28 @@ def test_audits_are_best_effort_and_come_after_the_answer(
 
     def watched(ids: Any, priority: Any, *args: Any, **more: Any) -> Any:
         if str(more.get("request_id", "")).startswith("audit-"):
-            seen.append((priority, course.has_ended, more["cache_owner"]))
+            seen.append((priority, course.has_ended))
         return submit(ids, priority, *args, **more)
 
     monkeypatch.setattr(engine, "submit", watched)
     handle, course = begun(served, WHOLE, "def area(", 20)
     handle.result(60)
     wait_for(lambda: seen and not owner._audits)
-    assert seen == [(Priority.BE, True, "key 7")]
+    assert seen == [(Priority.BE, True)]
+
+
+def test_an_audit_leaves_no_kv(
+    served: Serving, choice: Choice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner: Any = served.front.lossy
+    open_all(choice)
+    monkeypatch.setattr(owner, "_share", 1.0)
+    engine, before = served.front.of(WHOLE).engine, choice.estimate(CUT).num_positions
+    engine.reset_prefix_cache()
+    handle, _ = begun(served, CUT, "def area(", 150)
+    handle.result(60)
+    wait_for(lambda: choice.estimate(CUT).num_positions == before + 150)
+    assert engine.stats()["prefix_cache"]["kept_tokens"] == 0
 
 
 def test_a_candidate_over_the_bound_is_left_by_open_answers_at_once(

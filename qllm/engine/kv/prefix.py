@@ -117,7 +117,7 @@ class PrefixCache:
         staged = self._arriving.get(request.request_id)
         if staged is not None and not staged.load.is_given_up:
             user.staged = staged
-        user.is_deleted = item.request_id in self._unkept
+        user.is_unkept = item.request_id in self._unkept or item.cache_ttl_s == 0
         self._users[request.request_id] = user
         self._pace()  # before a step: the request's prefill runs at the same time as the mover
         self._wait(request.request_id)
@@ -168,7 +168,7 @@ class PrefixCache:
         """Let the pages of a request that are not cached yet be cached after its end."""
         request = user.request
         names = user.chain.upto(request.num_computed_tokens)
-        if request.is_admitted and not user.is_deleted and user.num_kept < len(names):
+        if request.is_admitted and not user.is_unkept and user.num_kept < len(names):
             user.num_kept = self.store.find(names)
             kv = self._runner.kv_of(request.request_id)
             self.rests.add(Rest(user, kv, names, self.now_ns()))
@@ -316,7 +316,7 @@ class PrefixCache:
         If it left the program, because it was swapped out, it has no blocks to copy from.
         """
         user = self._users.get(request_id)
-        if user is None or user.is_deleted or not user.request.is_admitted:
+        if user is None or user.is_unkept or not user.request.is_admitted:
             return
         if self.states is not None:
             self.states.keep(user)
@@ -492,7 +492,7 @@ class PrefixCache:
         """
         names = self._let_go(tag)
         for user in self._users.values():
-            user.is_deleted |= tag_of(user.submission.cache_salt).startswith(tag)
+            user.is_unkept |= tag_of(user.submission.cache_salt).startswith(tag)
         theirs = {x.request_id for x in held if tag_of(x.cache_salt).startswith(tag)}
         self._unkept = theirs | {x.request_id for x in held if x.request_id in self._unkept}
         return names

@@ -34,9 +34,9 @@ class User:
     """Pages after the staged ones, found but not copied yet."""
     num_kept: int = 0
     """Number of the request's pages that were offered to the store."""
-    is_deleted: bool = False
-    """True if the request's owner deleted all cached KV. Then no more of this request's KV is
-    cached.
+    is_unkept: bool = False
+    """True if no more of the request's KV is cached: its owner deleted all cached KV, or the
+    request has `cache_ttl_s=0`.
     """
     state: Name | None = None
     """Page after which the request continues from cached states. The states are pinned."""

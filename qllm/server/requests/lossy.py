@@ -25,7 +25,7 @@ from qllm.errors import (
 )
 from qllm.fleet.audit import choices, num_differing
 from qllm.fleet.choice import Candidate, Choice, Rules
-from qllm.fleet.lossy import CacheKey, Course, Lossy, check_sampling
+from qllm.fleet.lossy import Course, Lossy, check_sampling
 from qllm.frontend.handle import Handle, Result, all_ended
 from qllm.models.depth_profile import DepthEntry, DepthProfile, read
 from qllm.server.config import ServerConfig
@@ -189,7 +189,7 @@ class LossyFronts:
                 "that every candidate of lossy answers can hold; make them shorter, or leave out "
                 "lossy"
             )
-        self._lossy.begin(handle, front.model_name, CacheKey(ask.cache_owner, ask.cache_salt))
+        self._lossy.begin(handle, front.model_name)
 
     # -- audits
 
@@ -248,17 +248,14 @@ class LossyFronts:
         ids, begin = [*prompt, *course.handle.token_ids], len(prompt)
         closed = [x for x in self._lossy.shadowed if x not in {part[0] for part in parts}]
         names = [self._reference[name] for name in (*(part[0] for part in parts), *closed)]
-        scores = {
-            name: await self._read(self._fronts[name], ids, course.cached_for)
-            for name in dict.fromkeys(names)
-        }
+        scores = {name: await self._read(self._fronts[name], ids) for name in dict.fromkeys(names)}
         found = []
         for name, first, end in parts:
             own = scores[self._reference[name]][: begin + end]
             found.append((name, *num_differing(ids[: begin + end], own, begin + first)))
         for name in closed:
             try:
-                own = await self._read(self._fronts[name], ids, course.cached_for)
+                own = await self._read(self._fronts[name], ids)
             except QllmError as error:  # it stays closed, and the others are judged without it
                 _log.warning("%r could not read an answer: %s", name, error)
                 continue
@@ -266,8 +263,11 @@ class LossyFronts:
             found.append((name, *num_differing(chosen, scores[self._reference[name]], begin)))
         return found
 
-    async def _read(self, front: Front, ids: list[int], key: CacheKey) -> Sequence[Logprobs | None]:
+    async def _read(self, front: Front, ids: list[int]) -> Sequence[Logprobs | None]:
         """Let a model read tokens as BE; return its log-probabilities of each.
+
+        An audit caches no KV: no client waits for it, and its pages would displace those of
+        requests.
 
         Raises:
             RequestFailedError: The model's engines died too often.
@@ -275,7 +275,7 @@ class LossyFronts:
         how: dict[str, Any] = {
             "sampling": SamplingParams(temperature=0, prompt_logprobs=1),
             "request_id": f"audit-{next(self._numbers)}",
-            **key._asdict(),
+            "cache_ttl_s": 0,
         }
         while True:
             submit = partial(front.engine.submit, ids, Priority.BE, 1, **how)

@@ -204,6 +204,15 @@ def test_prompt_logprobs_are_computed(model: Any) -> None:
         assert run(engine, prompt_of(150)).metrics.num_cached_tokens == 128
 
 
+def test_a_request_with_a_ttl_of_0_finds_cached_kv_and_leaves_none(model: Any) -> None:
+    with engine_of(model) as engine:
+        run(engine, prompt_of(150))
+        before = kept(engine).keys()
+        longer = prompt_of(150) + prompt_of(150, seed=1)
+        assert run(engine, longer, cache_ttl_s=0).metrics.num_cached_tokens == 128
+        assert kept(engine).keys() == before
+
+
 def test_one_token_is_always_computed(model: Any) -> None:
     with engine_of(model) as engine:
         first = run(engine, prompt_of(128))

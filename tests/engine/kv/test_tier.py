@@ -613,7 +613,7 @@ def test_bad_settings(model: Any, tmp_path: Path, wrong: dict[str, Any], says: s
         assert run(engine, [1, 2]).token_ids
 
 
-@pytest.mark.parametrize("ttl_s", [0, -1, "1", float("nan"), 10**12])
+@pytest.mark.parametrize("ttl_s", [-1, False, "1", float("nan"), 10**12])
 def test_bad_hints(model: Any, ttl_s: Any) -> None:
     with engine_of(model, None) as engine, pytest.raises(QllmError, match="cache_ttl_s"):
         run(engine, [1], cache_ttl_s=ttl_s)
