@@ -523,7 +523,16 @@ def test_the_share_of_audits_once_all_candidates_are_known(served: Serving, choi
     assert 140 < sum(picked) < 260
 
 
-# -- refusals
+# -- lengths and refusals
+
+
+def test_a_prompt_that_is_cut_to_fit_fits_every_candidate(served: Serving) -> None:
+    follow(served, Script({}))
+    owner: Any = served.front.lossy
+    prompt = [20] * 2 * owner.longest
+    answer = served.post(COMPLETIONS, asked("", 8, prompt=prompt, truncate_prompt_tokens=-1))
+    assert answer.status_code == 200, answer.text
+    assert len(answer.json()["choices"][0]["prompt_token_ids"]) == owner.longest - 8
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,11 @@ class Ask:
 class LossyAnswers(Protocol):
     """Interface of the owner of lossy answers. `requests.lossy` implements it."""
 
+    @property
+    def longest(self) -> int:
+        """Most tokens of a prompt and an answer."""
+        ...
+
     def pick(self, max_tokens: int) -> Any:
         """Return the front of the candidate that gets a request now."""
         ...

@@ -413,9 +413,10 @@ class Front:
             return prompt
         most = ask.truncate
         if most == TO_FIT:
-            most = self.max_model_len - (ask.max_tokens or 1)
+            longest = self.max_model_len if ask.lossy is None else ask.lossy.longest
+            most = longest - (ask.max_tokens or 1)
             if most < 1:  # a limit that leaves no room for the prompt
-                most = self.max_model_len - 1
+                most = longest - 1
         return prompt[-most:]
 
     def check(self, ask: Ask) -> None:
