@@ -152,6 +152,19 @@ def test_metrics_count_tokens_and_switches_of_each_candidate(served: Serving) ->
     assert grew == {"requests": [1, 0, 0], "tokens": [28, 7, 13], "switches": [1, 0, 1]}
 
 
+def test_a_request_that_moved_counts_at_its_last_candidate(served: Serving) -> None:
+    follow(served, Script({0: CUT, 7: WHOLE}))
+    label = {"class": "LS", "finished_reason": "length"}
+
+    def ended() -> list[float]:
+        return [served.metric("qllm:request_success_total", name, **label) for name in NAMES]
+
+    before = ended()
+    served.post(COMPLETIONS, asked("def area("))
+    wait_for(lambda: ended() != before)
+    assert [now - old for now, old in zip(ended(), before, strict=True)] == [1, 0, 0]
+
+
 def test_a_candidate_computes_no_request_that_has_left_it(served: Serving) -> None:
     follow(served, Script({0: CUT, 5: WHOLE}))
     handle, course = begun(served, CUT, "def area(", 2000)

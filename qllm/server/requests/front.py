@@ -460,30 +460,27 @@ class Front:
         self._settle(answer)
 
     def _settle(self, answer: Answer) -> None:
-        """Count the finished choices of an answer."""
+        """Count the finished choices of an answer, at the model that had the request last."""
         results: list[Result] = []
         prompts: set[int] = set()
+        course = answer.course
+        metrics = (self if course is None else self.of(course.name)).metrics
         try:
             for index, handle in enumerate(answer.handles):
                 try:
                     results.append(handle.result(timeout=0))
                     is_first = index // answer.n not in prompts
                     prompts.add(index // answer.n)
-                    self._count(results[-1], answer.exchange, is_first)
+                    _count(metrics, results[-1], answer.exchange, is_first)
                 except RequestFailedError:
-                    self.metrics.failed(answer.served.priority)
+                    metrics.failed(answer.served.priority)
                 except Exception:  # noqa: BLE001 - this text fails (a tokenizer), not the server
                     _log.exception("a choice ended without a result")
-                    self.metrics.failed(answer.served.priority)
+                    metrics.failed(answer.served.priority)
         finally:
             self._num_ls -= len(answer.handles) * (answer.served.priority is Priority.LS)
             if answer.exchange is not None:
                 answer.exchange.settled(results)
-
-    def _count(self, result: Result, exchange: access.Exchange | None, is_first: bool) -> None:
-        self.metrics.finished(result)
-        if exchange is not None and exchange.caller:
-            self.metrics.tokens_of_key(exchange.caller, result, is_first=is_first)
 
     def cancel(self) -> None:
         """Cancel every open answer, so that the clients get an error."""
@@ -505,6 +502,14 @@ class Front:
 def _cancel_all(handles: list[Handle]) -> None:
     for handle in handles:
         handle.cancel()
+
+
+def _count(
+    metrics: Metrics, result: Result, exchange: access.Exchange | None, is_first: bool
+) -> None:
+    metrics.finished(result)
+    if exchange is not None and exchange.caller:
+        metrics.tokens_of_key(exchange.caller, result, is_first=is_first)
 
 
 def _nice(priority: Priority) -> int:
