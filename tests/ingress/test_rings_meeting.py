@@ -1,5 +1,6 @@
 """How two hosts meet: secrets, messages, clocks, addresses."""
 
+import json
 import select
 import socket
 import struct
@@ -146,6 +147,20 @@ def test_strangers_get_nowhere(data: bytes, is_engine: bool) -> None:
     stranger.sendall(data)
     stranger.shutdown(socket.SHUT_WR)
     with pytest.raises(MeetingError):
+        (wire.be_engine if is_engine else wire.be_front_end)(SECRET)
+    wire.close()
+    stranger.close()
+
+
+@pytest.mark.parametrize("field", ["nonce", "proof"])
+@pytest.mark.parametrize("is_engine", [True, False])
+def test_a_proof_that_is_no_text_is_refused(is_engine: bool, field: str) -> None:
+    """JSON may have halves of characters, which no bytes stand for."""
+    said = {"qllm": VERSION, "nonce": "0" * 64, "proof": "0" * 64} | {field: "\ud800" * 64}
+    stranger, ours = sockets()
+    wire = Wire(ours)
+    stranger.sendall(2 * frame(json.dumps(said).encode()))
+    with pytest.raises(MeetingError, match=f"without a {field}"):
         (wire.be_engine if is_engine else wire.be_front_end)(SECRET)
     wire.close()
     stranger.close()

@@ -125,6 +125,7 @@ def test_a_secret_without_hosts_is_refused() -> None:
     [
         ("127.0.0.2", "'127.0.0.2' must be HOST:PORT"),
         ("10.1.2.3:29500", "give both sides the same tp_secret_file"),
+        ("a..b:29500", "'a..b' cannot be resolved"),
     ],
 )
 def test_an_address_without_a_port_or_a_secret_is_refused(host: str, why: str) -> None:

@@ -69,7 +69,7 @@ class Address(NamedTuple):
         """True if only this machine can reach the address."""
         try:
             found = socket.getaddrinfo(self.host, None)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # UnicodeError: no name has this form
             raise ConfigError(f"{self.host!r} cannot be resolved: {error}") from error
         return all(ipaddress.ip_address(str(f[4][0]).partition("%")[0]).is_loopback for f in found)
 
@@ -286,6 +286,6 @@ def _same(a: str, b: str) -> bool:
 
 def _text(message: dict[str, Any], name: str) -> str:
     value = message.get(name)
-    if not isinstance(value, str) or len(value) != 64:
+    if not isinstance(value, str) or len(value) != 64 or not value.isascii():
         raise MeetingError(f"a handshake without a {name}")
     return value
