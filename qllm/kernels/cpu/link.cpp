@@ -37,6 +37,14 @@ using Bytes = std::vector<char>;
 
 int64_t bytes_of(const Region& r) { return r.row_bytes * r.rows; }
 
+// The bytes of a call's arguments; 0 for an unknown kind.
+int64_t arguments_of(int64_t kind) {
+  if (kind == kRunSweep) return sizeof(SweepCall);
+  if (kind == kRunHead) return sizeof(HeadCall);
+  if (kind == kRunEmbed) return sizeof(EmbedCall);
+  return kind == kFetch ? sizeof(FetchCall) : 0;
+}
+
 // A message: the head, regions, and their bytes.
 struct Message {
   Head head{};
@@ -170,7 +178,8 @@ class Wires {
     return true;
   }
 
-  // Writes the bytes of a message to the memory of this rank; false if they lie outside of it.
+  // Writes the bytes of a message to the memory of this rank; false if they lie outside of it, or if
+  // the message has more or fewer bytes than its regions.
   bool apply(int64_t i, const Message& message) {
     const Region* regions = message.regions();
     const char* from = message.rest.data() + message.head.num_regions * sizeof *regions;
@@ -182,7 +191,13 @@ class Wires {
       for (int64_t row = 0; row < r->rows; row++, from += r->row_bytes)
         memcpy(r->at + row * r->stride, from, r->row_bytes);
     }
-    return true;
+    return left == 0 || fail(i, kGarbled);
+  }
+
+  // Returns false on a call of an unknown kind, or whose arguments lie outside of the memory.
+  bool knows(int64_t i, const Head& head) {
+    const Region arguments{(char*)head.what, arguments_of(head.call_kind), 0, 1, kAllRanks};
+    return is_inside(arguments) || fail(i, kGarbled);
   }
 
  private:
@@ -194,6 +209,7 @@ class Wires {
     const int64_t first = r.at - link_.start, most = link_.num_bytes;
     auto fits = [&](int64_t x) { return 0 <= x && x <= most; };
     if (!fits(first) || !fits(r.row_bytes) || !fits(r.stride) || !fits(r.rows)) return false;
+    if (!r.row_bytes || r.rows > most / r.row_bytes) return false;  // more rows than memory
     const int64_t last = r.rows ? r.rows - 1 : 0;
     if (last && r.stride > (most - first) / last) return false;
     return r.row_bytes <= most - first - last * r.stride;
@@ -334,7 +350,8 @@ void serve_link(const Kernels& kernels, Rank& rank) {
   Message found;
   while (wires(rank).next(0, found, false)) {
     if (found.head.kind != kCall) continue;  // a stop of a call that has ended
-    if (found.head.call_kind == kEnd || !wires(rank).apply(0, found)) return;
+    if (found.head.call_kind == kEnd) return;
+    if (!wires(rank).knows(0, found.head) || !wires(rank).apply(0, found)) return;
     rank.call = found.head.call;
     rank.has_moved = 0;
     run_call(kernels, rank, found.head.call_kind, found.head.what);
