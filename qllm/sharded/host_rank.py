@@ -26,7 +26,7 @@ from qllm.kernels.software import software
 from qllm.models.identity import identity
 from qllm.sharded.group import end_with_parent, group_at, text_of
 from qllm.sharded.host_memory import HostMemory
-from qllm.sharded.hosts import Asked, Link
+from qllm.sharded.hosts import Asked, Link, keep_alive
 from qllm.sharded.rank import RankWeights, split_model
 
 Load = Callable[[Asked], nn.Module]
@@ -141,6 +141,7 @@ class RankServer:
         """Be the rank. This is the forked process."""
         end_with_parent(signal.SIGKILL)
         self._listener.close()
+        keep_alive(wire.socket, PATIENCE * asked.deadline_s)
         torch.set_num_threads(self._threads)
         try:
             memory = HostMemory(asked.start)

@@ -46,9 +46,8 @@ KEEPALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
 )
-"""Options of a connection, so that a host that has gone is noticed between two calls."""
+"""Options of a connection: TCP sends a probe after 10 s without data, then one every 5 s."""
 
 
 class Asked(NamedTuple):
@@ -95,10 +94,7 @@ class Link:
 
     def __init__(self, memory: HostMemory, wires: dict[int, Wire]) -> None:
         for wire in wires.values():
-            sock = wire.socket
-            sock.setblocking(False)
-            for option in KEEPALIVE:
-                sock.setsockopt(*option)
+            wire.socket.setblocking(False)
         self._files = (c_int64 * len(wires))(*(wire.fileno() for wire in wires.values()))
         self._ranks = (c_int64 * len(wires))(*wires)
         self.struct = LinkStruct(
@@ -156,8 +152,7 @@ class HostGroup(Calls):
             ]
             for host, one in zip(hosts, asked, strict=True):
                 wires[one.rank] = _connect(host, secret, deadline_s)
-                wires[one.rank].send(one._asdict())
-                _check_answer(host, wires[one.rank], one)
+                _ask(host, wires[one.rank], one)
             cpu.set_threads(threads)
             begin, weights = time.monotonic(), identity(split.model, *rounding)
             self.own = RankWeights(split, 0)
@@ -181,6 +176,10 @@ class HostGroup(Calls):
         self._free.atexit = False
 
     def _make(self, kind: int, what: int) -> None:
+        if not self._ending.alive:  # other code may have taken the numbers of the connections
+            raise DeviceError(
+                f"the ranks on {', '.join(self.hosts)} have ended with their runner; make a new one"
+            )
         regions, held = self._memory.changes()
         link = self._link.struct
         link.changed, link.num_changed = ctypes.addressof(regions), len(regions)
@@ -215,7 +214,24 @@ def _connect(host: str, secret: bytes, deadline_s: float) -> Wire:
     except MeetingError as error:
         wire.close()
         raise _no_answer(host, str(error)) from error
+    keep_alive(wire.socket, deadline_s)
     return wire
+
+
+def keep_alive(sock: socket.socket, most_s: float) -> None:
+    """Let TCP end a connection whose other side has gone, at most 15 s after a limit.
+
+    TCP ends a connection whose probes or bytes the other side has not accepted for that long. It
+    does so also after this process was killed. Otherwise a stopped rank with unread bytes would
+    keep the connection: it would never see the end.
+
+    Args:
+        sock: Connection.
+        most_s: Limit in seconds: the time for which this side waits for the other one.
+    """
+    for option in KEEPALIVE:
+        sock.setsockopt(*option)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, round(1000 * most_s)))
 
 
 def _no_answer(host: str, why: str) -> DeviceError:
@@ -225,20 +241,14 @@ def _no_answer(host: str, why: str) -> DeviceError:
     )
 
 
-def _receive(host: str, wire: Wire) -> dict[str, Any]:
+def _ask(host: str, wire: Wire, asked: Asked) -> None:
+    """Ask a host for a rank, and refuse an answer that does not match."""
+    begin_ns = time.time_ns()
     try:
+        wire.send(asked._asdict())
         found = wire.receive()
     except MeetingError as error:
         raise _no_answer(host, str(error)) from error
-    if "error" in found:
-        raise DeviceError(f"tp_hosts: {host!r} did not start its rank: {found['error']}")
-    return found
-
-
-def _check_answer(host: str, wire: Wire, asked: Asked) -> None:
-    """Read the first answer of a host, and refuse what does not match."""
-    begin_ns = time.time_ns()
-    found = _receive(host, wire)
     took_ns = time.time_ns() - begin_ns
     if found.get("busy") == asked.job:
         raise ConfigError(
@@ -278,7 +288,17 @@ def _await_ready(host: str, wire: Wire, most_s: float, deadline_s: float) -> dic
             f"tp_hosts: {host!r} has not loaded its weights {most_s:.0f} s after rank 0; use a "
             f"larger rank_deadline_s than {deadline_s:g}"
         )
-    return _receive(host, wire)
+    try:
+        found = wire.receive()
+    except MeetingError as error:
+        raise DeviceError(
+            f"tp_hosts: the rank on {host!r} ended before it had loaded its weights ({error}); "
+            "`qllm rank` there prints the code of its process; if that is -9, memory was probably "
+            "short: use more hosts, or a smaller model"
+        ) from error
+    if "error" in found:
+        raise DeviceError(f"tp_hosts: {host!r} did not start its rank: {found['error']}")
+    return found
 
 
 def _hang_up(wires: dict[int, Wire], owner: int) -> None:

@@ -2,10 +2,9 @@
 
 import os
 import re
+import select
 import signal
 import socket
-import struct
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -17,18 +16,24 @@ import torch
 
 from qllm.errors import ConfigError, DeviceError
 from qllm.ingress.remote import meeting
-from qllm.ingress.remote.meeting import Address, Wire
+from qllm.ingress.remote.meeting import Wire
 from qllm.kernels import cpu
-from qllm.kernels.software import software
-from qllm.models.identity import identity
 from qllm.runner.cpu import cpu_runner
-from qllm.runner.runner import TorchRunner
 from qllm.scheduler.program import START
 from qllm.sharded import host_rank
+from qllm.sharded import hosts as hosts_module
 from qllm.sharded.host_memory import ALL_RANKS, HostMemory, region_of
 from qllm.sharded.runner import sharded_runner
 from tests.support.hosts import SECRET
-from tests.support.rank_hosts import RankHost, host_apart
+from tests.support.rank_hosts import (
+    NAME,
+    RankHost,
+    StubHost,
+    host_apart,
+    is_there,
+    runner_over,
+    start_over,
+)
 from tests.support.sharded import (
     CUT,
     SPLIT,
@@ -48,7 +53,6 @@ from tests.support.waiting import wait_for
 
 assert cpu.MISSING is None, cpu.MISSING
 pytestmark = pytest.mark.usefixtures("one_thread")
-NAME = "qwen3_moe"
 whole = cache(served_whole)
 
 
@@ -63,11 +67,6 @@ def hosts() -> Iterator[Callable[..., list[str]]]:
             return [host.address for host in made]
 
         yield start
-
-
-def runner_over(addresses: list[str], model: Any, **settings: Any) -> TorchRunner:
-    settings = {"deadline_s": 5, "secret": SECRET} | settings
-    return sharded_runner(model, 1 + len(addresses), hosts=addresses, **settings)
 
 
 # -- bits
@@ -179,14 +178,6 @@ def test_parts_of_tensors_are_regions_with_contiguous_rows() -> None:
 # -- failures
 
 
-def is_there(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("num_tasks", [0, 1, 30, 60])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
@@ -239,10 +230,6 @@ def test_ranks_end_with_their_runner(hosts: Callable[..., list[str]]) -> None:
 
 
 # -- checks at the start
-
-
-def start_over(address: str, **settings: Any) -> None:
-    runner_over([address], wide_model(NAME), **settings).close()
 
 
 def test_a_host_without_a_rank_is_named() -> None:
@@ -336,69 +323,37 @@ def test_a_host_that_cannot_load_says_why() -> None:
             start_over(host.address)
 
 
-class Stub:
-    """A host that follows a script.
-
-    Args:
-        answer: First answer, in addition to what matches.
-        say: Bytes that it sends in the place of a message, once a call has come.
-    """
-
-    def __init__(self, answer: dict[str, Any], say: bytes = b"") -> None:
-        self._answer, self._say = answer, say
-        self._listener = socket.create_server(("127.0.0.2", 0))
-        self.address = str(Address(*self._listener.getsockname()))
-        self.thread = threading.Thread(target=self._run, daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        sock = self._listener.accept()[0]
-        wire = Wire(sock)
-        wire.be_engine(SECRET)
-        asked = wire.receive()
-        own = {"software": software(), "kernels": cpu.kind(), "clock_ns": time.time_ns()}
-        wire.send({"job": asked["job"]} | own | self._answer)
-        if self._say:
-            wire.send({"weights": identity(wide_model(NAME)), "pid": os.getpid()})
-            sock.settimeout(10)
-            assert sock.recv(1 << 20), "the engine calls"
-            sock.sendall(self._say)
-            while sock.recv(1 << 20):
-                pass
-        wire.close()
-        self._listener.close()
+def test_a_rank_that_ends_while_it_loads_is_named() -> None:
+    with RankHost(lambda _: os.kill(os.getpid(), signal.SIGKILL)) as host:  # type: ignore[arg-type,return-value]
+        why = (
+            rf"the rank on '{host.address}' ended before it had loaded its weights .*if that is -9"
+        )
+        with pytest.raises(DeviceError, match=why):
+            start_over(host.address)
 
 
 def test_a_host_that_answers_for_another_job_is_refused() -> None:
-    stub = Stub({"job": "0123"})
+    def answer(wire: Wire) -> None:
+        wire.receive()
+        wire.send({"job": "0123"})
+
+    stub = StubHost(answer)
     with pytest.raises(DeviceError, match=f"{stub.address}' answers for job '0123', and this one"):
         start_over(stub.address)
-    stub.thread.join()
+    stub.join()
 
 
-MAGIC, REPORT, FIRST = 0x31304B4E494C4C51, 6, 1
+def test_a_host_that_ends_after_the_proofs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def await_reset(sock: socket.socket, most_s: float) -> None:
+        poll = select.poll()
+        poll.register(sock, 0)
+        assert poll.poll(60_000), "the host has not ended"
 
+    def reset(wire: Wire) -> None:
+        wire.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, hosts_module.RESET)
 
-def message(*region: int, data: bytes = b"") -> bytes:
-    """Return a report of the first call, with one region (link.h)."""
-    return struct.pack("<12q", MAGIC, REPORT, FIRST, 0, 0, 1, len(data), *region) + data
-
-
-@pytest.mark.parametrize(
-    "say",
-    [
-        b"HTTP/1.1 400 Bad Request\r\n\r\n" * 9,
-        message(4096, 8, 0, 1, -1, data=bytes(8)),  # outside of the memory of ranks
-        message(32 << 40, 8, 1 << 62, 3, -1, data=bytes(24)),
-        message(32 << 40, 1 << 20, 0, 1, -1, data=bytes(8)),  # more than there is
-    ],
-)
-def test_bytes_that_are_no_message_of_a_rank_end_the_engine(say: bytes) -> None:
-    stub = Stub({}, say)
-    runner = runner_over([stub.address], wide_model(NAME), deadline_s=10)
-    add_prompts(runner, (21, 5))
-    program = whole_program(runner)
-    with pytest.raises(DeviceError, match="sent something else than a message"):
-        runner.run(program, START, Watched())
-    runner.close()
-    stub.thread.join()
+    monkeypatch.setattr(hosts_module, "keep_alive", await_reset)
+    stub = StubHost(reset)
+    with pytest.raises(DeviceError, match=f"{stub.address}' does not answer as a rank: "):
+        start_over(stub.address)
+    stub.join()

@@ -1,27 +1,97 @@
 """Hosts of ranks: processes that listen at addresses of their own."""
 
 import ctypes
+import logging
 import multiprocessing
 import os
 import shutil
+import socket
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from torch import nn
 
-from qllm.ingress.remote.meeting import Address
+from qllm.ingress.remote.meeting import Address, Wire
 from qllm.models.loader import load
+from qllm.runner.runner import TorchRunner
 from qllm.sharded.host_memory import STARTS
 from qllm.sharded.host_rank import Load, RankServer
 from qllm.sharded.hosts import Asked
 from qllm.sharded.memory import ADDRESS_BYTES
+from qllm.sharded.runner import sharded_runner
 from tests.support.hosts import SECRET
+from tests.support.sharded import wide_model
 
 CLONE_NEWNET = 0x40000000
 """Flag of `unshare`, from linux/sched.h."""
+NAME = "qwen3_moe"
+"""Name of the model of `start_over`: see `wide_model`."""
+
+
+def runner_over(addresses: list[str], model: Any, **settings: Any) -> TorchRunner:
+    """Return a runner whose other ranks are at these addresses."""
+    settings = {"deadline_s": 5, "secret": SECRET} | settings
+    return sharded_runner(model, 1 + len(addresses), hosts=addresses, **settings)
+
+
+def start_over(address: str, **settings: Any) -> None:
+    """Let a host compute a rank of a runner, which is closed at once."""
+    runner_over([address], wide_model(NAME), **settings).close()
+
+
+def is_there(pid: int) -> bool:
+    """Return True if a process has not ended, or its parent has not waited for it."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the processes that a process without threads has forked."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def logging_to(file: Path) -> Callable[[], None]:
+    """Return a function after which a process writes its log to a file."""
+
+    def begin() -> None:
+        logger = logging.getLogger("qllm")
+        logger.addHandler(logging.FileHandler(file))
+        logger.setLevel(logging.INFO)
+
+    file.touch()
+    return begin
+
+
+class StubHost:
+    """A host that has the secret, and does what a test says. It ends with one connection.
+
+    Args:
+        answer: Function that receives and sends after the proofs.
+    """
+
+    def __init__(self, answer: Callable[[Wire], None]) -> None:
+        self._answer = answer
+        self._listener = socket.create_server(("127.0.0.2", 0))
+        self.address = str(Address(*self._listener.getsockname()))
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with self._listener, closing(Wire(self._listener.accept()[0])) as wire:
+            wire.be_engine(SECRET)
+            self._answer(wire)
+
+    def join(self) -> None:
+        """Wait until the host has ended."""
+        self._thread.join()
 
 
 def nothing() -> None:
