@@ -1,5 +1,6 @@
 """The command `qllm rank`: one rank of a model, for an engine on another host."""
 
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
 def rank(
     model: Annotated[str, typer.Argument(help="The model of the engine: alias, folder or hub id.")],
     listen: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Address for the engine's --tp-hosts.")
+        str,
+        typer.Option(
+            metavar="HOST:PORT", help="Address for the engine's --tp-hosts, in a private network."
+        ),
     ],
     secret_file: Annotated[
         Path | None, typer.Option(help="File with the engine's secret; loopback needs none.")
@@ -54,7 +58,9 @@ def rank(
             depth=asked.depth,
         ).model
 
-    with configured("text"):
-        server = RankServer(address, secret, loaded, threads or usable_cores())
+    with (
+        configured("text"),
+        closing(RankServer(address, secret, loaded, threads or usable_cores())) as server,
+    ):
         typer.echo(f"qllm rank: listening at {server.address} for engines that serve {model}")
         server.serve()

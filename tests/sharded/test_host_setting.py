@@ -1,10 +1,12 @@
 """The setting `tp_hosts` and the command `qllm rank`: engines whose ranks are on several hosts."""
 
+import os
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,16 @@ import pytest
 from typer.testing import CliRunner
 
 from qllm import QLLMEngine, SamplingParams
-from qllm.cli.app import FAILED, app
+from qllm.cli.app import FAILED, INTERRUPTED, app
 from qllm.config import EngineConfig
 from qllm.errors import ConfigError, DeviceError
 from qllm.frontend.handle import Handle
+from qllm.ingress.remote.meeting import Wire, parse_address
 from qllm.kernels import cpu
 from qllm.server.ops.banner import ranks_line
 from tests.support.hosts import SECRET
+from tests.support.rank_hosts import children_of, is_there
+from tests.support.waiting import wait_for
 
 assert cpu.MISSING is None, cpu.MISSING
 SOME: dict[str, Any] = {"max_kv_tokens": 4096, "threads": 1}
@@ -30,16 +35,23 @@ KINDS = (
 
 
 @contextmanager
-def rank_command(*more: str) -> Iterator[str]:
-    """Run `qllm rank` for the model `tiny`, and yield its address."""
+def rank_process(*more: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run `qllm rank` for the model `tiny`, and yield its process and its address."""
     words = [sys.executable, "-m", "qllm.cli", "rank", "tiny", "--listen", "127.0.0.2:0"]
     made = subprocess.Popen([*words, "--threads", "1", *more], stdout=subprocess.PIPE, text=True)
     try:
         assert made.stdout is not None
-        yield made.stdout.readline().split()[4]
+        yield made, made.stdout.readline().split()[4]
     finally:
         made.kill()
         made.communicate()
+
+
+@contextmanager
+def rank_command(*more: str) -> Iterator[str]:
+    """Run `qllm rank` for the model `tiny`, and yield its address."""
+    with rank_process(*more) as (_, address):
+        yield address
 
 
 def submit_all(engine: QLLMEngine) -> list[Handle]:
@@ -91,6 +103,23 @@ def test_experts_are_rounded_on_the_host_too() -> None:
         hosts = {"tp": 2, "tp_hosts": [address]}
         with QLLMEngine.from_pretrained("tiny", **hosts, **settings) as engine:
             assert answers_of(engine) == expected
+
+
+def test_ctrl_c_ends_the_command_and_a_process_that_is_stopped() -> None:
+    """A terminal sends the signal to all processes. The command alone obeys it, and ends others."""
+    with (
+        rank_process() as (made, address),
+        closing(Wire(socket.create_connection(parse_address(address)))) as wire,
+    ):
+        wait_for(lambda: children_of(made.pid))
+        (child,) = children_of(made.pid)
+        assert wire.socket.recv(1, socket.MSG_PEEK), "the process answers"
+        os.kill(child, signal.SIGINT)
+        wire.be_front_end(b"")
+        os.kill(child, signal.SIGSTOP)
+        made.send_signal(signal.SIGINT)
+        assert made.wait(60) == INTERRUPTED
+        assert not is_there(child)
 
 
 # -- what is refused
