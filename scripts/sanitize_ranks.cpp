@@ -206,7 +206,7 @@ void as_processes(const Kernels& kernels, const std::vector<Weights>& weights) {
 }
 
 struct Words {  // a head of link.cpp, and a region
-  int64_t magic = 0x31304b4e494c4c51, kind = 1, call = 1, call_kind = kFetch;
+  int64_t magic = 0x32304b4e494c4c51, kind = 1, call = 1, call_kind = kFetch, gather = 0, from = 0;
   int64_t what = 0, num_regions = 1, num_bytes = 64;
   Region region{};
 };

@@ -145,9 +145,9 @@ class Bench:
             self.add(i, 32)
         self.seconds(range(SEATS))
 
-    def prefill(self, request_id: int) -> float:
+    def prefill(self, request_id: int, num_tokens: int = PROMPT) -> float:
         """Add a request; return the time of its prompt."""
-        self.add(request_id, PROMPT)
+        self.add(request_id, num_tokens)
         return self.seconds(range(request_id, request_id + 1))
 
     def remove(self, request_id: int) -> None:

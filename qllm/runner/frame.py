@@ -534,7 +534,7 @@ class Frame:
                 out.update(_flat(f"routed.{lo}.{name}", kept))
         if layer.work is not None:
             out["work.ids"] = layer.work.ids_TK.clone()
-            out["work.slots"] = layer.work.slots_SD.clone()
+            out["work.slots"] = layer.work.results()
             out["work.done"] = torch.tensor(list(layer.work.done), dtype=torch.uint8)
             if layer.work.residency is not None:  # else the ids decide the order
                 out["work.units"] = torch.tensor(layer.work.units)

@@ -133,6 +133,7 @@ class SweepStruct(ctypes.Structure):
         ("queries", c_void_p),
         ("rows_from", c_int64),
         ("expert_inner", c_void_p),
+        ("piece_rows", c_int64),
     )
 
 

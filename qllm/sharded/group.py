@@ -61,6 +61,7 @@ class GroupStruct(ctypes.Structure):
         ("failure", c_int64),
         ("num_gathers", c_int64),
         ("gathered_bytes", c_int64),
+        ("waited_ns", c_int64),
     )
 
 
@@ -106,6 +107,11 @@ class Calls(ABC):
     def gathered_bytes(self) -> int:
         """Number of bytes of gathered tensors that all ranks have written."""
         return int(self._struct.gathered_bytes)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds in which rank 0 waited for parts of gathered tensors from other hosts."""
+        return 1e-9 * int(self._struct.waited_ns)
 
     @property
     def processes(self) -> list[int]:

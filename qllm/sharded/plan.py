@@ -21,6 +21,9 @@ PANEL = 64
 ROWS_FROM = 16
 """Least rows of an ATTN op whose output projection is split by rows. With fewer rows, each rank
 computes some columns of all rows, and reads a part of the weight."""
+PIECE_ROWS = 128
+"""Least rows of a piece of an op. A rank on another host gets an op's rows in up to four pieces, of
+which it gets one while the next is computed."""
 UNEVEN = 1.25
 """Most panels of a rank over their mean, for experts that ranks share. Two ranks that have whole
 experts, 64 each, do 1.27 times the mean for a token of 8 experts."""

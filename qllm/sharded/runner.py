@@ -30,7 +30,7 @@ from qllm.sharded.host_memory import HostMemory
 from qllm.sharded.hosts import HostGroup
 from qllm.sharded.kv import RankKV
 from qllm.sharded.memory import SharedMemory
-from qllm.sharded.plan import ROWS_FROM
+from qllm.sharded.plan import PIECE_ROWS, ROWS_FROM
 from qllm.sharded.rank import SplitModel, split_model
 from qllm.sharded.sweep import RankSweep
 
@@ -45,6 +45,7 @@ def sharded_runner(
     activations: str = "bf16",
     threads: int = 1,
     rows_from: int = ROWS_FROM,
+    piece_rows: int = PIECE_ROWS,
     deadline_s: float = DEADLINE_S,
     hosts: Sequence[str] = (),
     secret: bytes = b"",
@@ -64,6 +65,8 @@ def sharded_runner(
         threads: Kernel threads of each rank.
         rows_from: Least rows of an op whose output projection is split by rows. No result depends
             on this number.
+        piece_rows: Least rows of a piece that goes to another host while the next is computed. No
+            result depends on this number.
         deadline_s: Seconds that a rank waits for the others before all ranks fail.
         hosts: Addresses HOST:PORT of ranks 1, 2, ...; without them all ranks are on this host.
         secret: Secret that all hosts have.
@@ -87,7 +90,7 @@ def sharded_runner(
         group = Group(split, memory, threads, deadline_s)
 
     def backend(parts: ModelParts) -> RankBackend:
-        compute = RankCompute(split, group, memory, rows_from, threads)
+        compute = RankCompute(split, group, memory, (rows_from, piece_rows), threads)
         return RankBackend(split, group, memory, compute, max_segment_ms, batch_invariant)
 
     try:
@@ -113,7 +116,7 @@ class RankCompute(Compute):
         split: Model and its split.
         group: Ranks.
         memory: Memory that they share.
-        rows_from: Least rows of an op whose output projection is split by rows.
+        rows: Numbers of rows `rows_from` and `piece_rows`: see `RankSweep`.
         threads: Kernel threads of rank 0.
     """
 
@@ -125,14 +128,14 @@ class RankCompute(Compute):
         split: SplitModel,
         group: Calls,
         memory: SharedMemory,
-        rows_from: int,
+        rows: tuple[int, int],
         threads: int,
     ) -> None:
         # The base class would pack the weights of the whole model.
         parts = split.parts
         self.rule, self.streams, self.banks = PLAIN, True, split.banks
         self.drivers = tuple(driver_for(layer, None) for layer in parts.layers)
-        self.sweep = sweep = RankSweep(group, memory, split.banks, rows_from)
+        self.sweep = sweep = RankSweep(group, memory, split.banks, split.plan, *rows)
         self.courses = sweep.courses
         self.embed = RankEmbedding(group, memory, parts)
         self.head = RankHead(group, memory, sweep.desks, parts)

@@ -23,6 +23,7 @@ from qllm.scheduler.program import Op, OpKind
 from qllm.sharded.desks import Desks
 from qllm.sharded.group import SWEEP, Calls
 from qllm.sharded.memory import SharedMemory
+from qllm.sharded.plan import ShardPlan
 
 SPAN_INTS, UNIT_INTS = 6, 3
 """Integers of a `Span` and of a `Unit` in kernels.h."""
@@ -52,6 +53,24 @@ class SharedStorage(Storage):
         return self.memory.empty(shape, dtype)
 
 
+class BlockWork(Work):
+    """Expert work of ranks on several hosts, each of which computes some columns of all slots.
+
+    Each rank keeps its columns in a block, [S, columns]. The blocks of all ranks have the memory of
+    `slots_SD`, one after the other.
+    """
+
+    __slots__ = ("blocks", "memory")
+
+    blocks: list[Tensor]
+    """Block of each rank."""
+    memory: SharedMemory
+
+    def results(self) -> Tensor:
+        self.memory.fetch([(block, rank) for rank, block in enumerate(self.blocks)])
+        return torch.cat(self.blocks, dim=1)
+
+
 class RankBuffers(LayerBuffers):
     """Tensors of the layer that a call of ranks is in.
 
@@ -62,6 +81,7 @@ class RankBuffers(LayerBuffers):
         storage: Memory of the tensors.
         widths: Widths of the tensors that ranks gather, by their fields of `SweepStruct`.
         has_shared: True if shared experts run in layers with routed ones.
+        columns: Columns of each rank, of the banks whose ranks keep blocks: see `BlockWork`.
     """
 
     def __init__(
@@ -72,9 +92,10 @@ class RankBuffers(LayerBuffers):
         storage: SharedStorage,
         widths: Mapping[str, int],
         has_shared: bool,
+        columns: Mapping[Bank, Sequence[range]],
     ) -> None:
         super().__init__(x_TD, layer, sizes, storage)
-        self._memory = storage.memory
+        self._memory, self._columns = storage.memory, columns
         self._unit_rows, num, dtype = sizes.unit_rows, len(x_TD), x_TD.dtype
         if has_shared and layer.router is not None:
             self.shared_TD = storage.take("shared", tuple(x_TD.shape), dtype)
@@ -84,12 +105,28 @@ class RankBuffers(LayerBuffers):
     def load_from(self, state: LayerState) -> None:
         super().load_from(state)
         held = (self.mid_TD, self.normed_TD, self.ids_TK, self.weights_TK, self.slots_SD)
+        work = state.work
+        if work is not None and work.bank in self._columns:
+            columns = self._columns[work.bank]
+            for block, own in zip(self._blocks(columns), columns, strict=True):
+                block.copy_(work.slots_SD[:, own.start : own.stop])
         for tensor in (*held, self.next_TD, self.shared_TD):
             if tensor is not None:
                 self._memory.share(tensor)
 
+    def _blocks(self, columns: Sequence[range]) -> list[Tensor]:
+        """Return the block of each rank."""
+        num = len(self.slots_SD)
+        flat = self.slots_SD.view(-1)
+        return [flat[num * own.start : num * own.stop].view(num, len(own)) for own in columns]
+
     def _work(self, bank: Bank, num_units: int) -> Work:
-        work = Work(bank, self.ids_TK, self._unit_rows)
+        columns = self._columns.get(bank)
+        if columns is None:
+            work = Work(bank, self.ids_TK, self._unit_rows)
+        else:
+            work = BlockWork(bank, self.ids_TK, self._unit_rows)
+            work.blocks, work.memory = self._blocks(columns), self._memory
         work.slots_SD = self.slots_SD
         return work
 
@@ -112,7 +149,9 @@ class RankSweep(Sweep):
         group: Ranks.
         memory: Memory that they share.
         banks: Experts of every layer; None for a dense layer.
+        plan: Share of each rank.
         rows_from: Least rows of an ATTN op whose output projection is split by rows.
+        piece_rows: Least rows of a piece that goes to another host while the next is computed.
     """
 
     def __init__(
@@ -120,10 +159,13 @@ class RankSweep(Sweep):
         group: Calls,
         memory: SharedMemory,
         banks: Sequence[NativeBank | None],
+        plan: ShardPlan,
         rows_from: int,
+        piece_rows: int,
     ) -> None:
         layers = group.own.layers
-        self._group, self._memory, self._rows_from = group, memory, rows_from
+        self._group, self._memory = group, memory
+        self._rows_from, self.piece_rows = rows_from, piece_rows
         self._banks = tuple(banks)
         self._layers = [layer.native for layer in layers]
         self._kv_widths = layers[0].mixer.slab[1:]
@@ -135,6 +177,11 @@ class RankSweep(Sweep):
         }
         """Widths of gathered tensors. A call uses the same tensors for several layers."""
         self._has_shared = any(layer.has_shared for layer in layers)
+        self._columns: dict[Bank, Sequence[range]] = {}
+        for i, bank in enumerate(banks if group.hosts else ()):
+            shares = [rank.layers[i] for rank in plan.ranks]
+            if bank is not None and shares[0].cut is not None:
+                self._columns[bank] = [share.columns for share in shares]
         self._num_experts = max((bank.num_experts for bank in banks if bank is not None), default=0)
         self._structs = group.own.structs
         self._spare, self._residency = {}, None
@@ -150,7 +197,7 @@ class RankSweep(Sweep):
 
     def _call(self, s: SweepStruct) -> None:
         desk, call, counted = self.desks.at(s.course), self._shared, _counted(s)
-        s.rows_from = self._rows_from
+        s.rows_from, s.piece_rows = self._rows_from, self.piece_rows
         call.sweep, call.desk, call.is_new = s, desk.address - 1, desk.is_new
         self._memory.share(self._place)
         self._group.call(SWEEP, ctypes.addressof(call))
@@ -207,4 +254,6 @@ class RankSweep(Sweep):
         self, x_TD: Tensor, layer: NativeLayer, sizes: Sizes, storage: Storage | None
     ) -> LayerBuffers:
         shared = storage if isinstance(storage, SharedStorage) else SharedStorage(self._memory)
-        return RankBuffers(x_TD, layer, sizes, shared, self._widths, self._has_shared)
+        return RankBuffers(
+            x_TD, layer, sizes, shared, self._widths, self._has_shared, self._columns
+        )

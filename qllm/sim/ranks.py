@@ -58,7 +58,8 @@ SHARED_MEMORY = Link(610, 0)
 (`bench/engine/ranks.py`, docs/log)."""
 GLOO_1_GBIT = Link(400_000, 9.4)
 """Hosts with gloo at 1 Gbit/s: two take 0.4 ms for 3 kB each, and 30 ms for 3.1 MB each
-(`scripts/gather_hosts.py`, the least times). No engine has ranks on several hosts."""
+(`scripts/gather_hosts.py`, the least times). This is an upper bound: hosts of the engine have fewer
+gathers, and compute while parts are on the way."""
 
 
 class Strict(BaseModel):

@@ -202,6 +202,7 @@ POLICIES = Floor(
 BENCH = f"__init__ {BASE} ingress kernels llm measure plugins record scheduler sim workloads"
 OWN_BENCHES = {
     "engine.drafts": "drafters",  # knows the answers
+    "engine.hosts": "runner sharded",
     "engine.ranks": "runner sharded",  # runs runners without an engine
     "kernels.transformers_experts": "transformers",
     "sim.depths": "fleet.choice models.depth_profile",

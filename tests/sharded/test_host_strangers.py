@@ -46,7 +46,7 @@ from tests.support.waiting import wait_for
 
 assert cpu.MISSING is None, cpu.MISSING
 pytestmark = pytest.mark.usefixtures("one_thread")
-MAGIC, CALL, REPORT = 0x31304B4E494C4C51, 1, 6
+MAGIC, CALL, PART, OTHER, REPORT = 0x32304B4E494C4C51, 1, 2, 4, 6
 """Magic number and kinds of messages: see link.cpp."""
 LAST_BYTES = ADDRESS_BYTES - 8
 """Offset of the last 8 bytes of the ranks' memory."""
@@ -66,7 +66,10 @@ class Head(ctypes.Structure):
 
     _fields_ = tuple(
         (name, c_int64)
-        for name in ("magic", "kind", "call", "call_kind", "what", "num_regions", "num_bytes")
+        for name in (
+            *("magic", "kind", "call", "call_kind", "gather", "sender", "what", "num_regions"),
+            "num_bytes",
+        )
     )
 
 
@@ -97,7 +100,21 @@ GARBLED: dict[str, Garbled] = {
 }
 
 
-@pytest.mark.parametrize("kind", GARBLED)
+def part(start: int, **head: int) -> bytes:
+    """Return a part of a gather of the second call."""
+    last = start + LAST_BYTES
+    return message(last, 8, 0, 1, -1, data=bytes(8), **({"kind": PART, "call": 2} | head))
+
+
+WRONG_PARTS: dict[str, Garbled] = {
+    "a part twice": lambda start, **_: 2 * part(start),
+    "a part of no gather": lambda start, **_: part(start, gather=-1),
+    "a part of rank 0": lambda start, **_: part(start, kind=OTHER, sender=0),
+    "a part of no rank": lambda start, **_: part(start, kind=OTHER, sender=7),
+}
+
+
+@pytest.mark.parametrize("kind", [*GARBLED, *WRONG_PARTS])
 def test_bytes_that_are_no_message_of_a_rank_end_the_engine(kind: str) -> None:
     def answer(wire: Wire) -> None:
         asked = wire.receive()
@@ -107,7 +124,10 @@ def test_bytes_that_are_no_message_of_a_rank_end_the_engine(kind: str) -> None:
         sock = wire.socket
         sock.settimeout(60)
         assert sock.recv(1 << 20), "the engine calls"
-        sock.sendall(GARBLED[kind](asked["start"]))
+        if kind in WRONG_PARTS:
+            sock.sendall(part(asked["start"], kind=REPORT, call=1))
+            assert sock.recv(1 << 20), "the engine calls again"
+        sock.sendall((GARBLED | WRONG_PARTS)[kind](asked["start"]))
         while sock.recv(1 << 20):
             pass
 

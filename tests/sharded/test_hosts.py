@@ -19,11 +19,10 @@ from qllm.ingress.remote import meeting
 from qllm.ingress.remote.meeting import Wire
 from qllm.kernels import cpu
 from qllm.runner.cpu import cpu_runner
-from qllm.scheduler.program import START
+from qllm.scheduler.program import START, OpKind
 from qllm.sharded import host_rank
 from qllm.sharded import hosts as hosts_module
 from qllm.sharded.host_memory import ALL_RANKS, HostMemory, region_of
-from qllm.sharded.runner import sharded_runner
 from tests.support.hosts import SECRET
 from tests.support.rank_hosts import (
     NAME,
@@ -47,8 +46,13 @@ from tests.support.sharded import (
     settings_of,
     wide_model,
 )
-from tests.support.stops import add_prompts, assert_same_answers, whole_program
-from tests.support.sweeps import Asked, Watched
+from tests.support.stops import (
+    add_prompts,
+    assert_same_answers,
+    assert_same_ends,
+    whole_program,
+)
+from tests.support.sweeps import GREEDY, Asked, Watched
 from tests.support.waiting import wait_for
 
 assert cpu.MISSING is None, cpu.MISSING
@@ -104,6 +108,30 @@ def test_hosts_that_share_each_expert_stop_at_every_task_and_go_on(
         runner.close()
 
 
+@pytest.mark.parametrize("is_here", [True, False])
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_a_frame_goes_on_in_one_process_or_on_hosts_that_share_each_expert(
+    name: str, is_here: bool, hosts: Callable[..., list[str]]
+) -> None:
+    """It stops before an op that sums experts, and goes on in a runner of the other kind."""
+    ranks = runner_over(hosts(lambda: model_with(name, "bf16", 320)), model_with(name, "bf16", 320))
+    runners = [cpu_runner(model_with(name, "bf16", 320)), ranks]
+    here, there = runners[::-1] if is_here else runners
+    add_prompts(here, (21, 5))
+    program = whole_program(here)
+    at, wanted = START, [OpKind.EXPERTS, OpKind.COMBINE]
+    while [op.kind for op in program.ops[at.op - 1 : at.op + 1]] != wanted:
+        at = here.run(program, at, Asked(1))
+    for request in program.request_ids:
+        there.import_request(request, GREEDY, *here.export_request(request))
+    there.import_frame(program, at, here.export_frame(program, at))
+    for runner in (here, there):
+        assert runner.run(program, at, Watched()) == program.end
+    assert_same_ends(here, there, [program, program])
+    for runner in runners:
+        runner.close()
+
+
 def test_two_networks_have_the_bits_of_one_process(record_property: Any) -> None:
     with host_apart(lambda _: model_with(NAME, "bf16", 256)) as apart:
         record_property("network", apart.network)
@@ -119,19 +147,11 @@ def test_two_networks_have_the_bits_of_one_process(record_property: Any) -> None
 
 
 def test_a_stop_takes_no_gather_of_its_own(hosts: Callable[..., list[str]]) -> None:
-    """Gathers and their bytes are those of ranks that share memory."""
-    found = []
-    for addresses in ([], hosts(lambda: wide_model(NAME))):
-        runner = (
-            runner_over(addresses, wide_model(NAME))
-            if addresses
-            else sharded_runner(wide_model(NAME), 2)
-        )
-        add_prompts(runner, (21, 5))
-        found.append([gathers_of(runner, num) for num in (None, None, 1, 2, 7)])
-        runner.close()
-    assert found[0] == found[1]
-    assert len(set(found[0][1:])) == 1
+    runner = runner_over(hosts(lambda: wide_model(NAME)), wide_model(NAME))
+    add_prompts(runner, (21, 5))
+    _, *decodes = [gathers_of(runner, num) for num in (None, None, 1, 2, 7)]
+    runner.close()
+    assert len(set(decodes)) == 1
 
 
 # -- memory

@@ -34,8 +34,8 @@ NAME = "qwen3_moe"
 
 
 def runner_over(addresses: list[str], model: Any, **settings: Any) -> TorchRunner:
-    """Return a runner whose other ranks are at these addresses."""
-    settings = {"deadline_s": 5, "secret": SECRET} | settings
+    """Return a runner whose other ranks are at these addresses. Its ops are in pieces."""
+    settings = {"deadline_s": 5, "secret": SECRET, "piece_rows": 4} | settings
     return sharded_runner(model, 1 + len(addresses), hosts=addresses, **settings)
 
 

@@ -77,9 +77,12 @@ class Course : public Place {
   // a later product may ask for more than an earlier one, which is not done and still reads it.
   void* kept(int64_t use, int64_t bytes);
 
-  // A task that waits until all ranks have come to it, or until a stop is due; true if they came
-  // in this call.
-  bool meet(Rank& rank);
+  // Tasks that wait for other ranks: see link.h. `post` posts a part, unless a stop is due. It returns
+  // the gather; or kNoGather if the op is left, or if an earlier call has passed the gather. On one
+  // host it waits until all ranks have come, or until a stop is due. `await` waits for what other hosts
+  // send. False if the op is left.
+  int64_t post(Rank& rank);
+  bool await(Rank& rank, int64_t gather);
 
   // For the pool. `since` is the time of the thread's previous poll.
   bool must_stop(int64_t task, int64_t& since);
@@ -94,6 +97,7 @@ class Course : public Place {
   int64_t first_ = 0;      // the task that runs without a poll
   int64_t before_ = 0;     // tasks that were done before this call
   int64_t since_ = 0;      // when the owner's thread polled last
+  std::vector<std::pair<int64_t, int64_t>> posted_;  // gathers of this call of the op, and their tasks
   bool left_ = false;      // a call of `run_tasks` ended before its last task
   std::atomic<int64_t> longest_ns_{0};
 };

@@ -126,7 +126,6 @@ Desk& Rank::desk(int64_t number) {
 
 template <class Leave>
 bool Rank::pass(const Leave& leave) {
-  if (link) return !leave() && pass_link(*this);
   Group& g = *group;
   uint64_t seen = g.gate.load(std::memory_order_acquire), next;
   const uint64_t number = seen >> 8;
@@ -149,27 +148,40 @@ bool Rank::pass(const Leave& leave) {
   return !left;
 }
 
-bool Course::meet(Rank& rank) {
-  if (left_) return false;
+int64_t Course::post(Rank& rank) {
+  if (left_) return kNoGather;
   const int64_t at = at_++;
-  if (done > at) return false;  // an earlier call has passed it
+  if (done > at) return kNoGather;  // an earlier call has passed it
   Group& g = *rank.group;
   if (done > before_) rank.move();
-  left_ = polls_->inside && done - before_ >= polls_->tasks_left;
-  left_ = left_ || !rank.pass([&] {
+  auto must_leave = [&] {
     int64_t now = now_ns();
     saw(now, since_);
     if (rank.rank) return g.stopped.load(std::memory_order_acquire) == rank.call;
     // Without this, all ranks might leave a gather that they would pass
     bool may_stop = __atomic_load_n(&rank.has_moved, __ATOMIC_RELAXED) || g.moved.load(std::memory_order_acquire) == rank.call;
     return polls_->inside && may_stop && polls_->is_due(now);
-  });
-  if (!left_) done = at + 1;
-  return !left_;
+  };
+  left_ = polls_->inside && done - before_ >= polls_->tasks_left;
+  left_ = left_ || (rank.link ? must_leave() : !rank.pass(must_leave));
+  if (left_) return kNoGather;
+  done = at + 1;
+  if (!rank.link) return 0;
+  const int64_t gather = post_link(rank);
+  posted_.emplace_back(gather, at);
+  return gather;
+}
+
+bool Course::await(Rank& rank, int64_t gather) {
+  int64_t stopped = kNoGather;
+  if (left_ || gather == kNoGather || !rank.link || await_link(rank, gather, stopped)) return !left_;
+  left_ = true;
+  for (auto [number, at] : posted_)
+    if (number == stopped) done = at;  // what comes after it is done again
+  return false;
 }
 
 void meet(const Kernels&, Rank* rank) {
-  if (rank->link) offer(*rank, {});
   rank->pass([] { return false; });
 }
 

@@ -4,8 +4,11 @@
 // In a call all ranks run the same ops. At a gather a rank waits until all ranks have written their
 // part of a tensor. All ranks pass a gather, or none does, and every op ends with one. So ranks
 // that stop are in the same op. Rank 0 alone polls the engine's stop. It sets `stopped`, which the
-// others poll: between two tasks, and while they wait at a gather. Ranks on other hosts have no such
-// memory: see link.h.
+// others poll: between two tasks, and while they wait at a gather.
+//
+// Ranks on other hosts have no such memory: see link.h. There, some ops have no gather, and each rank
+// computes all of them. So another rank may be some ops ahead of rank 0 when the call stops. It goes
+// on there, because rank 0 has passed all gathers before that place.
 #pragma once
 
 #include <stdint.h>
@@ -39,6 +42,7 @@ struct alignas(64) Report {
   std::atomic<int64_t> call{0};  // the last call that the rank has left
   int64_t layer, part, inside;   // the op in which it stopped; whether some of the op is done
   int64_t longest_ns, longest_kind, slots_done, expert_bytes, kept_bytes;
+  int64_t gathers;  // from other hosts: those that the rank has passed in the call
 };
 
 // The part of a group that Python reads.
@@ -46,6 +50,7 @@ struct GroupHead {
   int64_t size, deadline_ns;
   // After a call: any of Failure, or 0; complete gathers, and the bytes that ranks had written
   int64_t failure, num_gathers, gathered_bytes;
+  int64_t waited_ns;  // in which rank 0 waited for parts from other hosts, of all calls
 };
 
 // In shared memory, which is zero at first.
@@ -71,12 +76,15 @@ struct Desk {
   std::vector<int64_t> token, inverse;  // as in Sweep, of the layer `sorted`
   std::vector<Unit> units;              // those of the own experts
   int64_t num_units = 0, pos = 0, sorted = -1;
-  int64_t piece = 0;  // the first piece of the head that is not done
+  int64_t layer = 0, part = 0;  // the op, if the desk is not new
+  int64_t piece = 0;            // the first piece of the head that is not done
   Desk();
   ~Desk();
-  void clear() {
+  void clear(int64_t of_layer, int64_t of_part) {
     course.done = pos = piece = 0;
     sorted = -1;
+    layer = of_layer;
+    part = of_part;
   }
 };
 

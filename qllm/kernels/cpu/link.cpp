@@ -20,8 +20,9 @@
 namespace qllm {
 namespace {
 
-constexpr int64_t kMagic = 0x31304b4e494c4c51;  // "QLLINK01"
+constexpr int64_t kMagic = 0x32304b4e494c4c51;  // "QLLINK02"
 constexpr int kNapMs = 100;
+constexpr int64_t kPumpNs = 200 * 1000;  // between two looks at the connections while a rank computes
 constexpr int64_t kMost = int64_t(1) << 42;  // bytes or regions of a message
 constexpr size_t kChunk = 1 << 18;  // most bytes that are read at once
 
@@ -29,6 +30,7 @@ enum MessageKind : int64_t { kCall = 1, kPart, kGo, kOther, kStop, kReport };
 
 struct Head {
   int64_t magic, kind, call, call_kind;
+  int64_t gather, from;  // of kPart, kGo and kOther: number of the gather, and the rank; also of kStop
   void* what;
   int64_t num_regions, num_bytes;  // the bytes after the regions
 };
@@ -71,6 +73,10 @@ std::shared_ptr<Bytes> packed(Head head, const Region* regions, int64_t num, int
     for (int64_t r = 0; is_for(regions[i]) && r < regions[i].rows; r++)
       put(regions[i].at + r * regions[i].stride, regions[i].row_bytes);
   return found;
+}
+
+bool is_part(const Head& head) {
+  return head.kind == kPart || head.kind == kGo || head.kind == kOther;
 }
 
 struct Connection {
@@ -141,7 +147,7 @@ struct Connection {
 
 class Wires {
  public:
-  explicit Wires(Rank& rank) : rank_(rank), link_(*rank.link) {
+  explicit Wires(Rank& rank) : rank_(rank), link_(*rank.link), passed_(rank.group->size) {
     for (int64_t i = 0; i < link_.num; i++) {
       connections_.emplace_back();
       connections_.back().file = int(link_.files[i]);
@@ -150,16 +156,59 @@ class Wires {
 
   std::vector<Region> offered, reported;  // parts of the next gather, and of the report
 
+  // Begins the count of the gathers of a call.
+  void begin() {
+    num_posted_ = awaited_ = 0;
+    stopped_ = kNoGather;
+    std::fill(passed_.begin(), passed_.end(), int64_t(0));
+  }
+
+  int64_t post_part(Head head) {
+    head.gather = num_posted_;
+    head.from = rank_.rank;
+    post_all(head, offered.data(), offered.size());
+    write();
+    return num_posted_++;
+  }
+
+  void post_stop(Head head) {
+    head.gather = stopped_ = num_posted_;
+    post_all(head, nullptr, 0);
+  }
+
+  bool await(int64_t gather, int64_t& stopped) {
+    int64_t& end = awaited_ = gather + 1;
+    bool all = wait(true, [&] {
+      take(end);
+      if (rank_.rank && stopped_ != kNoGather) end = std::min(end, stopped_);
+      return least_passed() >= end;
+    });
+    if (end <= gather) stopped = end;
+    return all && end > gather;
+  }
+
+  void pump() {
+    const int64_t now = now_ns();
+    if (now - pumped_ns_ < kPumpNs) return;
+    pumped_ns_ = now;
+    write();
+    for (int64_t i = 0; i < num(); i++) read(i);
+  }
+
+  // Gathers that this rank has posted and passed: those before a stop.
+  int64_t num_gathers() const { return stopped_ == kNoGather ? num_posted_ : stopped_; }
+  int64_t num_posted() const { return num_posted_; }
+
   int64_t num() const { return link_.num; }
 
   void post(int64_t i, std::shared_ptr<Bytes> bytes) { connections_[i].out.push_back(std::move(bytes)); }
 
-  // Sends one message to all ranks, or to all except one.
-  void post_all(const Head& head, const Region* regions, int64_t count, int64_t except = -1) {
+  // Sends one message to all ranks.
+  void post_all(const Head& head, const Region* regions, int64_t count) {
     bool differs = std::any_of(regions, regions + count, [](const Region& r) { return r.rank != kAllRanks; });
     std::shared_ptr<Bytes> all = differs ? nullptr : packed(head, regions, count, kAllRanks);
     for (int64_t i = 0; i < num(); i++)
-      if (i != except) post(i, differs ? packed(head, regions, count, link_.ranks[i]) : all);
+      post(i, differs ? packed(head, regions, count, link_.ranks[i]) : all);
   }
 
   // Waits until all messages are sent; false on a failure.
@@ -204,6 +253,69 @@ class Wires {
   Rank& rank_;
   Link& link_;
   std::vector<Connection> connections_;
+  int64_t num_posted_ = 0, stopped_ = kNoGather;
+  int64_t awaited_ = 0;  // the end of the gathers for which this rank waits, or waited last
+  int64_t pumped_ns_ = 0;
+  std::vector<int64_t> passed_;  // gathers of the call whose part is in memory, of each rank
+
+  void write() {
+    for (Connection& c : connections_) c.write();
+  }
+
+  // Reads from a connection. Rank 0 sends new parts on to the ranks that it did not get them from.
+  void read(int64_t i) {
+    std::deque<Message>& inbox = connections_[i].inbox;
+    size_t seen = inbox.size();
+    connections_[i].read();
+    for (; num() > 1 && seen < inbox.size(); seen++) {
+      Head head = inbox[seen].head;
+      const bool is_stopped = stopped_ != kNoGather && head.gather >= stopped_;
+      if (head.kind != kPart || head.call != rank_.call || is_stopped) continue;
+      const Bytes& rest = inbox[seen].rest;
+      head.kind = kOther;
+      head.from = link_.ranks[i];
+      auto found = std::make_shared<Bytes>(sizeof head + rest.size());
+      memcpy(found->data(), &head, sizeof head);
+      std::copy(rest.begin(), rest.end(), found->begin() + sizeof head);
+      for (int64_t j = 0; j < num(); j++)
+        if (j != i) post(j, found);
+    }
+  }
+
+  // Writes the parts of gathers before `end` to memory, and drops what belongs to earlier calls.
+  void take(int64_t end) {
+    for (int64_t i = 0; i < num(); i++) {
+      std::deque<Message>& inbox = connections_[i].inbox;
+      for (auto at = inbox.begin(); at != inbox.end() && !rank_.has_failed();) {
+        const Head& head = at->head;
+        const bool is_of_call = head.call == rank_.call;
+        if (is_of_call && head.kind == kStop) stopped_ = head.gather;
+        const bool is_next = is_of_call && is_part(head) && head.gather < end;
+        if (is_next && !put(i, *at)) return;
+        const bool is_old = !is_of_call && (is_part(head) || head.kind == kStop);
+        at = is_next || is_old || head.kind == kStop ? inbox.erase(at) : at + 1;
+      }
+    }
+  }
+
+  // Writes a part to memory.
+  bool put(int64_t i, const Message& part) {
+    const Head& head = part.head;
+    const int64_t from = head.kind == kOther ? head.from : link_.ranks[i];
+    if (from < 0 || from >= rank_.group->size || from == rank_.rank || head.gather != passed_[from])
+      return fail(i, kGarbled);
+    if (!apply(i, part)) return false;
+    passed_[from]++;
+    if (rank_.rank == 0) rank_.gathered_bytes += head.num_bytes;
+    return true;
+  }
+
+  int64_t least_passed() const {
+    int64_t least = num_posted_;
+    for (int64_t i = 0; i < rank_.group->size; i++)
+      if (i != rank_.rank) least = std::min(least, passed_[i]);
+    return least;
+  }
 
   bool is_inside(const Region& r) const {
     const int64_t first = r.at - link_.start, most = link_.num_bytes;
@@ -225,7 +337,7 @@ class Wires {
   template <class Done>
   bool wait(bool has_deadline, const Done& done, int64_t of = -1) {
     const int64_t end = now_ns() + rank_.group->deadline_ns;
-    for (Connection& c : connections_) c.write();
+    write();
     while (!done()) {
       if (rank_.has_failed()) return false;
       for (int64_t i = 0; i < num(); i++) {
@@ -235,12 +347,16 @@ class Wires {
       if (has_deadline && now_ns() > end) return fail(of < 0 ? busy() : of, kLate);
       turn();
     }
-    return true;
+    return !rank_.has_failed();
   }
 
-  int64_t busy() const {  // the first connection that still has to send
+  // The first connection that keeps this rank waiting: it still has to send, or parts are missing.
+  int64_t busy() const {
+    auto is_free = [&](int64_t i) {
+      return connections_[i].out.empty() && passed_[link_.ranks[i]] >= awaited_;
+    };
     int64_t i = 0;
-    while (i + 1 < num() && connections_[i].out.empty()) i++;
+    while (i + 1 < num() && is_free(i)) i++;
     return i;
   }
 
@@ -251,7 +367,7 @@ class Wires {
     if (poll(files.data(), files.size(), kNapMs) <= 0) return;
     for (int64_t i = 0; i < num(); i++) {
       if (files[i].revents & POLLOUT) connections_[i].write();
-      if (files[i].revents & (POLLIN | POLLHUP | POLLERR)) connections_[i].read();
+      if (files[i].revents & (POLLIN | POLLHUP | POLLERR)) read(i);
     }
   }
 };
@@ -270,22 +386,11 @@ Head head_of(const Rank& rank, MessageKind kind) {
   return head;
 }
 
-// The next message of this call and of one of these kinds. Others belong to what has been stopped.
-bool next_of(Rank& rank, int64_t i, Message& found, MessageKind kind, MessageKind other) {
+// The report of a rank. Parts that come before it belong to gathers that rank 0 has stopped.
+bool next_report(Rank& rank, int64_t i, Message& found) {
   do {
     if (!wires(rank).next(i, found)) return false;
-  } while (found.head.call != rank.call || (found.head.kind != kind && found.head.kind != other));
-  return true;
-}
-
-bool pass_as_other(Rank& rank) {
-  Wires& w = wires(rank);
-  Message found;
-  w.post_all(head_of(rank, kPart), w.offered.data(), w.offered.size());
-  if (!w.flush() || !next_of(rank, 0, found, kGo, kStop)) return false;
-  if (found.head.kind == kStop || !w.apply(0, found)) return false;
-  for (int64_t i = 2; i < rank.group->size; i++)
-    if (!next_of(rank, 0, found, kOther, kOther) || !w.apply(0, found)) return false;
+  } while (found.head.call != rank.call || found.head.kind != kReport);
   return true;
 }
 
@@ -303,27 +408,27 @@ void report(Rank& rank, const Region& own) {
   if (bytes_of(own)) wires(rank).reported.push_back(own);
 }
 
-bool pass_link(Rank& rank) {
-  if (rank.rank) return pass_as_other(rank);
-  Wires& w = wires(rank);
-  Message found;
-  w.post_all(head_of(rank, kGo), w.offered.data(), w.offered.size());
-  for (int64_t i = 0; i < w.num(); i++) {
-    if (!next_of(rank, i, found, kPart, kPart) || !w.apply(i, found)) return false;
-    rank.gathered_bytes += found.head.num_bytes;
-    if (w.num() > 1) w.post_all(head_of(rank, kOther), found.regions(), found.head.num_regions, i);
-  }
-  if (!w.flush()) return false;
-  rank.group->gate.fetch_add(1 << 8);
-  return true;
+int64_t post_link(Rank& rank) {
+  if (!rank.rank) rank.group->gate.fetch_add(1 << 8);
+  return wires(rank).post_part(head_of(rank, rank.rank ? kPart : kGo));
 }
 
-void stop_link(Rank& rank) {
-  wires(rank).post_all(head_of(rank, kStop), nullptr, 0);
+bool await_link(Rank& rank, int64_t gather, int64_t& stopped) {
+  const int64_t begin = now_ns();
+  bool all = wires(rank).await(gather, stopped);
+  rank.group->waited_ns += now_ns() - begin;
+  return all;
 }
+
+void pump_link(Rank& rank) { wires(rank).pump(); }
+
+int64_t gathers_of_link(const Rank& rank) { return rank.link->wires ? rank.link->wires->num_gathers() : 0; }
+
+void stop_link(Rank& rank) { wires(rank).post_stop(head_of(rank, kStop)); }
 
 void call_link(Rank& rank, int64_t kind, void* what) {
   Wires& w = wires(rank);
+  w.begin();
   Head head = head_of(rank, kCall);
   head.call_kind = kind;
   head.what = what;
@@ -341,8 +446,10 @@ void leave_link(Rank& rank) {
     w.flush();
     return;
   }
+  int64_t none = kNoGather;
+  if (w.num_posted() && !await_link(rank, w.num_posted() - 1, none)) return;  // what was stopped, too
   for (int64_t i = 0; i < w.num(); i++)
-    if (!next_of(rank, i, found, kReport, kReport) || !w.apply(i, found)) return;
+    if (!next_report(rank, i, found) || !w.apply(i, found)) return;
   w.flush();
 }
 
@@ -354,6 +461,7 @@ void serve_link(const Kernels& kernels, Rank& rank) {
     if (!wires(rank).knows(0, found.head) || !wires(rank).apply(0, found)) return;
     rank.call = found.head.call;
     rank.has_moved = 0;
+    wires(rank).begin();
     run_call(kernels, rank, found.head.call_kind, found.head.what);
     if (rank.has_failed()) return;
   }

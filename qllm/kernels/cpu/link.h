@@ -4,12 +4,15 @@
 //   kCall    from rank 0: a call, with the tensors that Python has changed since the call before
 //   kPart    to rank 0: a rank's part of a gathered tensor
 //   kGo      from rank 0: its part. All ranks pass the gather
-//   kOther   from rank 0, after kGo: the part of another rank, if there are more than two
-//   kStop    from rank 0, in the place of kGo: no rank passes the gather
+//   kOther   from rank 0: the part of another rank, if there are more than two
+//   kStop    from rank 0, in the place of kGo: no rank passes this gather of the call, or a later one
 //   kReport  to rank 0: the end of a rank's part of a call
 //
-// So rank 0's stop takes no gather of its own. It comes at the next gather of the other ranks, which
-// poll nothing. They send their part of that gather again when the call continues.
+// The gathers of a call have numbers. A rank posts its part and computes on. It awaits a gather where
+// it reads the parts of the others. Between two tasks it sends and receives.
+//
+// Rank 0's stop takes no gather of its own. The other ranks poll nothing, and see the stop where they
+// await the gather. They go back to it, and post their part again when the call continues.
 #pragma once
 
 #include <stdint.h>
@@ -29,6 +32,7 @@ struct Region {
   int64_t rank;  // the only rank that needs the bytes, or that sends them; or kAllRanks
 };
 constexpr int64_t kAllRanks = -1;
+constexpr int64_t kNoGather = -1;
 
 template <class T>
 Region region(T* at, int64_t num, int64_t stride = 0, int64_t rows = 1) {
@@ -55,7 +59,18 @@ void offer(Rank& rank, const Region* own, int64_t num);
 // Adds bytes to this rank's report of the call that runs.
 void report(Rank& rank, const Region& own);
 
-bool pass_link(Rank& rank);  // a gather; false if rank 0 has stopped the call, or on a failure
+// Sends this rank's part of the next gather. Returns the gather's number in the call.
+int64_t post_link(Rank& rank);
+
+// Waits until the parts of all ranks are in memory, of all gathers up to this one. False on a
+// failure, or if rank 0 has stopped the call at one of them: then `stopped` is its number, and the
+// gathers before it are complete.
+bool await_link(Rank& rank, int64_t gather, int64_t& stopped);
+
+// Sends and receives what is possible now. Nothing that is received changes the memory of the ranks.
+void pump_link(Rank& rank);
+
+int64_t gathers_of_link(const Rank& rank);  // that the call which runs has passed
 void stop_link(Rank& rank);
 void call_link(Rank& rank, int64_t kind, void* what);
 void leave_link(Rank& rank);

@@ -184,6 +184,7 @@ void* Course::kept(int64_t use, int64_t bytes) {
 void Course::begin(Polls& polls) {
   polls_ = &polls;
   before_ = first_ = done;
+  posted_.clear();
   at_ = 0;
   left_ = false;
   since_ = now_ns();
@@ -192,6 +193,7 @@ void Course::begin(Polls& polls) {
 
 bool Course::end() {
   course_of_thread = nullptr;
+  if (!posted_.empty()) await(*polls_->rank, posted_.back().first);
   saw(now_ns(), since_);
   polls_->tasks_left -= done - before_;
   if (polls_->rank && done > before_) polls_->rank->move();
@@ -212,6 +214,8 @@ void Course::saw(int64_t now, int64_t& since) {
 }
 
 bool Course::must_stop(int64_t task, int64_t& since) {
+  const bool is_owner = &since == &since_;
+  if (is_owner && polls_->rank && polls_->rank->link) pump_link(*polls_->rank);
   if (!polls_->inside) return false;
   int64_t now = now_ns();
   saw(now, since);

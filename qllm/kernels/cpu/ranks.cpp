@@ -14,6 +14,7 @@ namespace qllm {
 namespace {
 
 constexpr int64_t kRows = 16;  // of a task that copies
+constexpr int64_t kMostPieces = 4;
 
 struct Rows {
   int64_t lo, num;
@@ -25,12 +26,42 @@ Rows own_rows(const Rank& rank, int64_t num) {
   return {lo, num * (rank.rank + 1) / size - lo};
 }
 
-// A gather of tensors, of which this rank has written these regions.
-void gather(const Sweep& s, std::initializer_list<Region> own) {
-  if (s.rank->link) offer(*s.rank, own);
-  if (!s.course->meet(*s.rank)) return;
-  for (const Region& r : own) s.rank->gathered_bytes += r.row_bytes * r.rows;
+// The rows of `num` of which a rank computes what costs less than a gather from another host.
+Rows light_rows(const Rank& rank, int64_t num) {
+  return rank.link ? Rows{0, num} : own_rows(rank, num);
 }
+
+// Begins a gather of tensors, of which this rank has written these regions: see `Course::post`.
+int64_t post(const Sweep& s, std::initializer_list<Region> own) {
+  if (s.rank->link) offer(*s.rank, own);
+  int64_t found = s.course->post(*s.rank);
+  if (found == kNoGather) return found;
+  for (const Region& r : own) s.rank->gathered_bytes += r.row_bytes * r.rows;
+  return found;
+}
+
+void await(const Sweep& s, int64_t gather) { s.course->await(*s.rank, gather); }
+
+void gather(const Sweep& s, std::initializer_list<Region> own) { await(s, post(s, own)); }
+
+// The pieces of `num` rows: the parts of one are on the way to other hosts while the next is computed.
+// Ranks that share memory have one piece.
+class Pieces {
+ public:
+  Pieces(const Sweep& s, int64_t num, int64_t rows_of_token = 1)
+      : rows_(num), num_(s.rank->link ? num / (s.piece_rows * rows_of_token) : 1) {
+    num_ = std::max<int64_t>(1, std::min(kMostPieces, num_));
+  }
+
+  int64_t num() const { return num_; }
+  int64_t lo(int64_t i) const { return rows_ * i / num_; }
+  Rows operator[](int64_t i) const { return {lo(i), lo(i + 1) - lo(i)}; }
+
+ private:
+  int64_t rows_, num_;
+};
+
+using Posted = int64_t[kMostPieces];
 
 // The slots of units that follow each other: so many values of each, `stride` values apart.
 template <class T>
@@ -58,22 +89,36 @@ void add_columns(const Kernels& k, uint16_t* out, const uint16_t* x, const uint1
   });
 }
 
+// The own columns of slots, [S, own columns]. Those of all ranks follow each other.
+uint16_t* own_slots(const Sweep& s, const Experts& experts) {
+  return s.slots + s.tokens * s.top_k * experts.column;
+}
+
 // The own columns of the MLP of rows, [rows, own columns]; null if the rank has none.
 uint16_t* mlp_columns(const Kernels& k, const Sweep& s, const Layer& layer, const uint16_t* normed,
                       int64_t lo, int64_t rows) {
   static const Kept<uint16_t> both_, inner_, out_, by_, wide_;
   const Share& own = *layer.share;
-  uint16_t* all = s.inner + lo * own.width;
-  if (own.into) {
-    uint16_t *both = both_.of(rows * own.into->n), *inner = inner_.of(rows * own.num_inner);
-    k.linear(both, normed, *own.into, rows);
-    k.swiglu(inner, both, rows, own.num_inner);
-    copy_columns(all + own.inner, own.width, inner, own.num_inner, own.num_inner, rows);
+  const Pieces pieces(s, rows);
+  Posted posted;
+  for (int64_t i = 0; i < pieces.num(); i++) {
+    auto [at, num] = pieces[i];
+    uint16_t* all = s.inner + (lo + at) * own.width;
+    if (own.into) {
+      uint16_t *both = both_.of(num * own.into->n), *inner = inner_.of(num * own.num_inner);
+      k.linear(both, normed + at * s.width, *own.into, num);
+      k.swiglu(inner, both, num, own.num_inner);
+      copy_columns(all + own.inner, own.width, inner, own.num_inner, own.num_inner, num);
+    }
+    posted[i] = post(s, {region(all + own.inner, own.into ? own.num_inner : 0, own.width, num)});
   }
-  gather(s, {region(all + own.inner, own.into ? own.num_inner : 0, own.width, rows)});
   if (!own.down) return nullptr;
   uint16_t* out = out_.of(rows * own.num_columns);
-  k.linear(out, all, *own.down, rows);
+  for (int64_t i = 0; i < pieces.num(); i++) {
+    auto [at, num] = pieces[i];
+    await(s, posted[i]);
+    k.linear(out + at * own.num_columns, s.inner + (lo + at) * own.width, *own.down, num);
+  }
   if (own.gate) {
     uint16_t *by = by_.of(rows), *wide = wide_.of(rows * own.num_columns);
     k.linear(by, normed, *own.gate, rows);
@@ -116,7 +161,7 @@ void run(const Kernels& kernels, Rank& rank, SweepCall& call) {
   Report& report = g.reports[rank.rank];
   Sweep s = call.sweep;
   Desk& desk = rank.desk(call.desk);
-  if (call.is_new) desk.clear();
+  if (call.is_new) desk.clear(s.layer, s.part);
   int64_t slots = s.tokens * s.top_k;
   if (int64_t(desk.token.size()) < slots) {
     desk.token.resize(slots);
@@ -131,6 +176,9 @@ void run(const Kernels& kernels, Rank& rank, SweepCall& call) {
   s.token = desk.token.data();
   s.inverse = desk.inverse.data();
   s.units = desk.units.data();
+  if ((desk.layer - s.layer) % 2) std::swap(s.x, s.next);
+  s.layer = desk.layer;
+  s.part = desk.part;
   s.pos = desk.pos;
   s.num_units = desk.num_units;
   s.begun = 0;  // ranges have the same units again
@@ -144,6 +192,9 @@ void run(const Kernels& kernels, Rank& rank, SweepCall& call) {
   if (rank.rank == 0 && s.layer < s.end_layer) rank.stop();
   desk.pos = s.pos;
   desk.num_units = s.num_units;
+  desk.layer = s.layer;
+  desk.part = s.part;
+  report.gathers = rank.link ? gathers_of_link(rank) : 0;
   report.layer = s.layer;
   report.part = s.part;
   report.inside = desk.course.done || desk.pos;
@@ -158,7 +209,8 @@ void run(const Kernels& kernels, Rank& rank, SweepCall& call) {
   call.inside = call.kept_bytes = 0;
   for (int64_t i = 0; i < g.size; i++) {
     const Report& other = g.reports[i];
-    if (other.layer != s.layer || other.part != s.part) rank.fail(kApart);
+    bool is_apart = other.layer != s.layer || other.part != s.part;
+    if (rank.link ? other.gathers != report.gathers : is_apart) rank.fail(kApart);
     call.inside |= other.inside;
     call.kept_bytes += other.kept_bytes;
     if (other.longest_ns > s.longest_ns) {
@@ -191,7 +243,7 @@ std::vector<Region> written_by(const Rank& rank, const HeadCall& call) {
 void gather_head(Rank& rank, const HeadCall& call, Course& course) {
   std::vector<Region> own = written_by(rank, call);
   if (rank.link) offer(rank, own.data(), rank.rank ? own.size() : 0);
-  if (!course.meet(rank)) return;
+  if (!course.await(rank, course.post(rank))) return;
   for (const Region& r : own) rank.gathered_bytes += r.row_bytes * r.rows;
 }
 
@@ -233,7 +285,7 @@ void run(const Kernels& kernels, Rank& rank, HeadCall& call) {
   Report& report = g.reports[rank.rank];
   int64_t begin = now_ns();
   Desk& desk = rank.desk(call.desk);
-  if (call.is_new) desk.clear();
+  if (call.is_new) desk.clear(0, 0);
   bool inside = call.grain == kEachExpert;
   Polls polls{inside && call.watch, call.watch, call.seen, call.stop_ns, call.tasks_left, &rank};
   if (rank.rank)
@@ -278,44 +330,128 @@ void run(const Kernels&, Rank& rank, FetchCall& call) {
   leave_call(rank);
 }
 
+// An ATTN op over some of its rows.
+LayerOp rows_of(const LayerOp& part, Rows rows, const Layer& layer, std::vector<Span>& spans) {
+  for (int64_t i = 0; i < part.num_spans; i++) {
+    Span span = part.spans[i];
+    int64_t lo = std::max(span.at, rows.lo), end = span.at + span.hi - span.lo;
+    int64_t hi = std::min(end, rows.lo + rows.num);
+    span.hi = span.lo + hi - span.at;
+    span.lo += lo - span.at;
+    span.at = lo - rows.lo;
+    if (lo < hi) spans.push_back(span);
+  }
+  const Latents* latents = layer.latents;
+  int64_t values = latents ? latents->heads.tail : layer.attention->cos_width;
+  int64_t at = rows.lo * values * (latents && latents->rotation == kComplex ? 2 : 1);
+  LayerOp found = part;
+  found.lo += rows.lo;
+  found.hi = found.lo + rows.num;
+  found.spans = spans.data();
+  found.num_spans = spans.size();
+  found.cos += at;
+  found.sin += at;
+  return found;
+}
+
+// The own heads of some rows.
+int64_t post_heads(const Kernels& k, const Sweep& s, const Layer& layer, const LayerOp& part) {
+  const Share& own = *layer.share;
+  int64_t rows = part.hi - part.lo, width = layer.out->k;
+  const uint16_t* seen = nullptr;
+  uint16_t* heads = s.heads + part.lo * width + own.head_column;
+  int64_t num = attended(k, s, layer, part, seen, own.q_norm ? enter_wide : nullptr);
+  copy_columns(heads, width, seen, num, num, rows);
+  return post(s, {region(heads, num, width, rows)});
+}
+
+// The part of the output projection that a rank computes of some rows.
+enum class Projects { kOwnRows, kOwnColumns, kAll };
+
+void post_projected(const Kernels& k, const Sweep& s, const Layer& layer, Rows rows, Projects what) {
+  static const Kept<uint16_t> y_;
+  const Share& own = *layer.share;
+  const int64_t width = layer.out->k;
+  if (what == Projects::kOwnColumns) {
+    const uint16_t* x = s.x + rows.lo * s.width;
+    uint16_t* mid = s.mid + rows.lo * s.width;
+    if (own.out) {
+      uint16_t* y = y_.of(rows.num * own.num_columns);
+      k.linear(y, s.heads + rows.lo * width, *own.out, rows.num);
+      add_columns(k, mid, x, y, s, layer, rows.num);
+    }
+    post(s, {region(mid + own.column, own.num_columns, s.width, rows.num)});
+    return;
+  }
+  Rows r = what == Projects::kAll ? Rows{0, rows.num} : own_rows(*s.rank, rows.num);
+  const int64_t row = rows.lo + r.lo, at = row * s.width;
+  if (r.num) {
+    uint16_t* y = y_.of(r.num * s.width);
+    k.linear(y, s.heads + row * width, *layer.out, r.num);
+    k.add(s.mid + at, s.x + at, y, layer.scale, r.num * s.width);
+  }
+  if (what == Projects::kOwnRows) post(s, {region(s.mid + at, r.num * s.width)});
+}
+
+// Units of experts that ranks share. On several hosts a rank keeps its own columns of the outputs.
+void cut_experts(const Kernels& k, const Sweep& s, const Experts& experts, const Unit* begin,
+                 const Unit* end) {
+  const Pieces pieces(s, end[-1].hi - begin->lo, s.top_k);
+  const Unit* ends[kMostPieces + 1] = {begin};
+  Posted posted;
+  for (int64_t i = 0; i < pieces.num(); i++) {
+    const int64_t next = begin->lo + pieces.lo(i + 1);
+    const Unit *at = ends[i], *to = at;
+    while (to < end && to->lo < next) to++;
+    if (at < to) k.experts_in(s.expert_inner, s.normed, s.token, at, to - at, experts);
+    posted[i] = post(s, {of_slots(s.expert_inner + experts.inner, at, to, experts.num_inner, experts.width)});
+    ends[i + 1] = to;
+  }
+  Experts out = experts;
+  if (s.rank->link) out.column = 0, out.hidden = experts.num_columns;
+  uint16_t* slots = s.rank->link ? own_slots(s, experts) : s.slots;
+  for (int64_t i = 0; i < pieces.num(); i++) {
+    const Unit *at = ends[i], *to = ends[i + 1];
+    await(s, posted[i]);
+    if (at < to) k.experts_out(slots, s.expert_inner, at, to - at, out);
+  }
+  const Unit* last = s.units + s.num_units;
+  if (!s.rank->link && end == last)
+    post(s, {of_slots(s.slots + experts.column, s.units, last, experts.num_columns, s.width)});
+}
+
 }  // namespace
 
 void attend_on_rank(const Kernels& k, const Sweep& s, const Layer& layer, const LayerOp& part) {
-  static const Kept<uint16_t> y_;
-  const Share& own = *layer.share;
-  int64_t rows = part.hi - part.lo, width = layer.out->k, size = s.rank->group->size;
-  const uint16_t *x = s.x + part.lo * s.width, *seen = nullptr;
-  uint16_t *mid = s.mid + part.lo * s.width, *heads = s.heads + part.lo * width;
-  int64_t num = attended(k, s, layer, part, seen, own.q_norm ? enter_wide : nullptr);
-  copy_columns(heads + own.head_column, width, seen, num, num, rows);
-  gather(s, {region(heads + own.head_column, num, width, rows)});
-  Region written = region(mid + own.column, own.num_columns, s.width, rows);
-  if (rows >= std::max(size, s.rows_from)) {
-    Rows r = own_rows(*s.rank, rows);
-    int64_t at = r.lo * s.width;
-    written = region(mid + at, r.num * s.width);
-    uint16_t* y = y_.of(r.num * s.width);
-    k.linear(y, heads + r.lo * width, *layer.out, r.num);
-    k.add(mid + at, x + at, y, layer.scale, r.num * s.width);
-  } else if (own.out) {
-    uint16_t* y = y_.of(rows * own.num_columns);
-    k.linear(y, heads, *own.out, rows);
-    add_columns(k, mid, x, y, s, layer, rows);
+  const int64_t rows = part.hi - part.lo, size = s.rank->group->size;
+  const bool is_split = rows >= std::max(size, s.rows_from);
+  const Projects few = s.rank->link ? Projects::kAll : Projects::kOwnColumns;
+  const Pieces pieces(s, rows);
+  Posted posted;
+  for (int64_t i = 0; i < pieces.num(); i++) {
+    std::vector<Span> spans;
+    const LayerOp piece = pieces.num() == 1 ? part : rows_of(part, pieces[i], layer, spans);
+    posted[i] = post_heads(k, s, layer, piece);
   }
-  gather(s, {written});
+  for (int64_t i = 0; i < pieces.num(); i++) {
+    auto [lo, num] = pieces[i];
+    await(s, posted[i]);
+    post_projected(k, s, layer, {part.lo + lo, num}, is_split ? Projects::kOwnRows : few);
+  }
 }
 
 void route_on_rank(const Kernels& k, const Sweep& s, const Layer& layer, const LayerOp& part) {
   const Share& own = *layer.share;
   int64_t rows = part.hi - part.lo, first = part.lo * s.width;
-  Rows r = own_rows(*s.rank, rows);
+  Rows r = light_rows(*s.rank, rows);
   int64_t bytes_of_weight = s.wide ? 4 : 2, row = part.lo + r.lo, at = row * s.top_k;
   char* weights = (char*)s.weights + at * bytes_of_weight;
   if (r.num)
     k.route(s.normed + row * s.width, s.ids + at, weights, s.mid + row * s.width, r.num,
             *layer.router);
-  gather(s, {region(s.normed + row * s.width, r.num * s.width), region(s.ids + at, r.num * s.top_k),
-             region(weights, r.num * s.top_k * bytes_of_weight)});
+  if (!s.rank->link)
+    gather(s, {region(s.normed + row * s.width, r.num * s.width), region(s.ids + at, r.num * s.top_k),
+               region(weights, r.num * s.top_k * bytes_of_weight)});
   if (!own.width) return;
   if (uint16_t* y = mlp_columns(k, s, layer, s.normed + first, part.lo, rows))
     copy_columns(s.shared + first + own.column, s.width, y, own.num_columns, own.num_columns, rows);
@@ -324,25 +460,38 @@ void route_on_rank(const Kernels& k, const Sweep& s, const Layer& layer, const L
 
 void experts_on_rank(const Kernels& k, const Sweep& s, const Layer& layer, int64_t stop) {
   const Experts& experts = *layer.experts;
-  const Unit* units = s.units + s.pos;
-  int64_t num = stop - s.pos;  // a rank may have no expert of any slot
-  if (are_cut(experts)) {
-    k.experts_in(s.expert_inner, s.normed, s.token, units, num, experts);
-    gather(s, {of_slots(s.expert_inner + experts.inner, units, units + num, experts.num_inner,
-                        experts.width)});
-    k.experts_out(s.slots, s.expert_inner, units, num, experts);
-  } else if (num) {
-    k.experts(s.slots, s.normed, s.token, units, num, experts);
-  }
-  int64_t column = are_cut(experts) ? experts.column : 0;
-  int64_t columns = are_cut(experts) ? experts.num_columns : s.width;
-  if (stop == s.num_units)
-    gather(s, {of_slots(s.slots + column, s.units, s.units + stop, columns, s.width)});
+  const Unit *begin = s.units + s.pos, *end = s.units + stop;
+  if (are_cut(experts)) return cut_experts(k, s, experts, begin, end);
+  // a rank may have no expert of any slot
+  if (begin < end) k.experts(s.slots, s.normed, s.token, begin, end - begin, experts);
+  if (stop == s.num_units) gather(s, {of_slots(s.slots, s.units, end, s.width, s.width)});
+}
+
+// The own columns of the output of a layer whose experts are shared by ranks on several hosts.
+void combine_columns(const Kernels& k, const Sweep& s, const Layer& layer, Rows rows) {
+  static const Kept<uint16_t> y_;
+  const Share& own = *layer.share;
+  const int64_t at = rows.lo * s.top_k, first = rows.lo * s.width, num = own.num_columns;
+  const void* weights = (const char*)s.weights + at * (s.wide ? 4 : 2);
+  uint16_t* y = y_.of(rows.num * num);
+  k.combine(y, own_slots(s, *layer.experts), s.inverse + at, weights, s.wide, rows.num, s.top_k, num);
+  if (own.width)
+    parallel(rows.num, [&](int64_t r) {
+      k.add(y + r * num, y + r * num, s.shared + first + r * s.width + own.column, 1, num);
+    });
+  add_columns(k, s.next + first, s.mid + first, y, s, layer, rows.num);
+  post(s, {region(s.next + first + own.column, num, s.width, rows.num)});
 }
 
 void combine_on_rank(const Kernels& k, const Sweep& s, const Layer& layer, const LayerOp& part) {
   int64_t rows = part.hi - part.lo;
-  Rows r = own_rows(*s.rank, rows);
+  if (s.rank->link && layer.experts && are_cut(*layer.experts)) {
+    const Pieces pieces(s, rows);
+    for (int64_t i = 0; i < pieces.num(); i++)
+      combine_columns(k, s, layer, {part.lo + pieces[i].lo, pieces[i].num});
+    return;
+  }
+  Rows r = light_rows(*s.rank, rows);
   int64_t row = part.lo + r.lo, at = row * s.top_k, first = row * s.width, size = r.num * s.width;
   if (layer.experts) {
     const void* weights = (const char*)s.weights + at * (s.wide ? 4 : 2);
@@ -353,10 +502,11 @@ void combine_on_rank(const Kernels& k, const Sweep& s, const Layer& layer, const
   } else {
     int64_t begin = part.lo * s.width;
     k.norm(s.normed + first, s.mid + first, *layer.norm, r.num, s.width);
-    gather(s, {region(s.normed + first, size)});
+    if (!s.rank->link) gather(s, {region(s.normed + first, size)});
     if (uint16_t* y = mlp_columns(k, s, layer, s.normed + begin, part.lo, rows))
       add_columns(k, s.next + begin, s.mid + begin, y, s, layer, rows);
   }
+  if (s.rank->link && layer.experts) return;
   const Share& own = *layer.share;
   uint16_t* columns = s.next + part.lo * s.width + own.column;
   gather(s, {layer.experts ? region(s.next + first, size)

@@ -95,6 +95,7 @@ struct Sweep {
                                       // MLP, and queries and keys before norms over all heads
   int64_t rows_from;  // least rows of an ATTN op whose output projection is split by rows
   uint16_t* expert_inner;  // [S, F], inner values of slots, if ranks share each expert
+  int64_t piece_rows;      // least rows of a piece: ranks on other hosts get an op's rows in pieces
 };
 
 // Runs until `end_layer` or a boundary.

@@ -187,6 +187,10 @@ class Work:
         self.slots_SD.copy_(slots_SD)
         self.done[:] = bytes(done.tolist())
 
+    def results(self) -> Tensor:
+        """Return a copy of the slots, [S, D]."""
+        return self.slots_SD.clone()
+
     def combine(self, lo: int, hi: int, weights_TK: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the weighted sum of the slots of tokens [lo, hi)."""
         top_k = self.ids_TK.shape[1]
