@@ -34,7 +34,7 @@ PAGES = (
 )
 OTHERS = {
     "--no-deps", "--no-binary", "--target", "--inplace", "--no-isolation", "--yes", "--merge",
-    "--name", "--auth-type", "--provider",
+    "--name", "--auth-type", "--provider", "--cpu-shares",
 }  # fmt: skip
 """Flags of pip, Docker, setuptools, gguf-split and agents; and NAME, which stands for any."""
 
