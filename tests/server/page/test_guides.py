@@ -17,6 +17,7 @@ import typer
 
 from qllm import QLLMEngine
 from qllm.cli import app
+from qllm.fleet.members import OF_ONE_ENGINE
 from tests.support.files import ROOT
 from tests.support.serving import Serving
 
@@ -31,7 +32,10 @@ ASKED_ELSEWHERE = {"depths.md": "tests/server/test_lossy.py"}
 """Guides whose requests another test sends, because their server has further models."""
 CLIENTS = ("anthropic", "langchain_openai", "litellm", "ray")
 """Packages of other environments: `tests/outside` has tests with each of them."""
-WORDS = ("cd", "chmod", "export", "docker", "kubectl", "make", "pip", "python", "serve")
+WORDS = (
+    "cat", "cd", "chmod", "docker", "echo", "export", "kubectl", "make", "nice", "pip", "python",
+    "serve", "systemctl",
+)  # fmt: skip
 """Commands of others. The files and targets that they name must exist."""
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
@@ -104,6 +108,13 @@ def test_a_page_says_how_to_see_that_it_works(page: Path) -> None:
 )
 def test_a_page_of_users_fits_100_columns(page: Path) -> None:
     assert [line for line in page.read_text().splitlines() if len(line) > 100] == []
+
+
+def test_the_guide_of_a_fleet_names_each_setting_that_may_differ() -> None:
+    page = (ROOT / "docs" / "guides" / "several-engines.md").read_text()
+    may_differ = page.partition("These may differ:")[2].partition("| what happens")[0]
+    settings = may_differ.partition("- sizes of KV")[0]
+    assert set(re.findall(r"`(\w+)`", settings)) == OF_ONE_ENGINE
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=lambda block: block.place)
