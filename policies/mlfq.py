@@ -39,6 +39,7 @@ class Mlfq:
     quantum_ms: int = 20
     """Quantum in ms of the top level; each level has twice the quantum of the one above."""
     levels: int = 8
+    """Number of levels."""
     starve_ms: int = 300
     """Wait in ms after which a request returns to the top."""
     min_stay_ms: int = 50

@@ -153,7 +153,7 @@ class EngineConfig:
     """Loop that takes requests out of the rings, decides, and publishes tokens. "host": the engine
     loop in Python. "conditional": the device without a CPU, as one graph that loops and switches
     over captured stages. It needs a `RankPolicy` and an engine in a process of its own;
-    docs/guides/serve.md lists what it does not serve."""
+    docs/guides/gpu.md lists what it does not serve."""
     prefix_cache: str | bool = "auto"
     """Cache KV of finished pages, and copy it into requests with the same first tokens. "auto": if
     no bit changes (our CPU kernels in every layer). True: refused where bits change. "approximate":
@@ -184,7 +184,7 @@ class EngineConfig:
     """Most bytes of experts in memory, like "8GiB", for a model that is larger than memory. Its
     experts are in a file in `expert_dir`, and come and go. On a GPU: most bytes of experts on the
     GPU, while all are in the host's memory. If all fit, they stay. None keeps all experts where
-    they compute (docs/design/weights.md)."""
+    they compute (docs/guides/larger-than-memory.md)."""
     expert_dir: str | PurePath | None = None
     """Folder for the file of packed experts, about as large as the experts. The first load writes
     it, and later loads and other engines read it. For the CPU only."""

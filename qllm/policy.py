@@ -218,14 +218,20 @@ class View:
     """Parked frames, oldest first."""
     shape: ModelShape
     max_num_seqs: int
+    """Most rows of a plan."""
     max_step_tokens: int
+    """Most prefill tokens of a plan."""
     block_size: int
+    """Tokens per KV block."""
     num_free_blocks: int
+    """KV blocks that no request holds."""
     num_blocks: int
+    """All KV blocks of the engine."""
     costs: CostTable
     finest_grain: Grain
     """Value of the setting `preempt_at`. A finer grain in a plan becomes this grain."""
     max_segment_ns: int
+    """The setting `max_segment_ms` in nanoseconds: the longest work between two boundaries."""
     ride_credit_ns: int
     """Time that worse tiers may take from decoding requests of the best tier right now."""
     ride_margin_ns: int
@@ -342,6 +348,7 @@ class StepReport(NamedTuple):
     done: bool
     """True if the program reached its end. Otherwise its frame is parked."""
     sampled: tuple[RequestId, ...]
+    """Requests that got a token."""
 
 
 @runtime_checkable
@@ -422,6 +429,7 @@ class RankPolicy:
     """Arguments that `rank` reads. A policy that reads fewer arguments is called less often."""
 
     grain: Grain = field(default=Grain.STEP, metadata={"fixed": True})
+    """Finest boundary at which a pass may stop."""
     chunk_tokens: int | None = None
     """Most prefill tokens of one request per step; None takes whole prompts."""
     step_tokens: int | None = field(default=None, metadata={"fixed": True})
@@ -431,11 +439,12 @@ class RankPolicy:
     groups: Groups | None = field(default=None, metadata={"fixed": True})
     """Layered prefill; None takes all layers in one step."""
     ride: Ride = field(default=Ride(), metadata={"fixed": True})
+    """Time that requests of larger tiers get while the best tier only decodes."""
     max_prompt_gap_ms: int | None = None
     """Longest gap between two tokens of a decoding request that prompts of its own tier may cause;
     a TPOT target replaces it. None: a step takes prompts whatever the targets are."""
     max_be_stall_ms: int | None = None
-    """Longest time of an admitted request without progress (I14); None declares no bound."""
+    """Longest time of an admitted request without progress; None declares no bound."""
     max_preemptions: int | None = None
     """Most passes of one request, not LS, that arrivals may stop; None is no bound. After that its
     pass continues, and an arrival waits for its end, at most `max_preemption_wait_ms`."""

@@ -114,7 +114,7 @@ class RequestStatus(enum.StrEnum):
 
 
 class Exactness(enum.StrEnum):
-    """The promise about bits (see docs/architecture.md): L0 and L1 always hold."""
+    """The promise about bits (see docs/design/exactness.md): L0 and L1 always hold."""
 
     ORDER = "order"
     """L1: the bits do not depend on expert order, partition or preemption."""

@@ -76,7 +76,7 @@ def _folded(text: str, width: int) -> list[str]:
 
 def page(title: str, about: str, parts: Iterable[tuple[str, list[str]]]) -> str:
     """Return the text of a page: a title, sentences about it, and parts with a heading each."""
-    lines = [f"# {title}", "", NOTE, "", *textwrap.wrap(about, WIDTH)]
+    lines = [f"# {title}", "", NOTE, "", *textwrap.wrap(about, WIDTH, break_on_hyphens=False)]
     for heading, body in parts:
         lines += ["", f"## {heading}", "", *body]
     return "\n".join(lines) + "\n"
@@ -96,21 +96,46 @@ def settings() -> str:
         ("Engine: `--set NAME=VALUE`, or the table `engine`", listed(EngineConfig)),
         ("Ray: `--set ray.NAME=VALUE`, or the table `ray`", listed(RaySettings)),
     ]
-    found = [
-        (f"`{policy}`", f"`{field.name}`", _default(str(field.default)))
-        for policy, point in sorted(installed_policies().items())
-        if point.value.startswith("qllm_policies.")
-        for field in fields(load_factory(point))
-        if not field.metadata.get("fixed")
-    ]
-    head_of_policies = ("policy", "setting", "default")
     heading = "Policies: `--set policy.NAME=VALUE`, or the table `policy_settings`"
-    parts.append((heading, table(head_of_policies, found)))
+    parts.append((heading, table(("setting", "default per policy", "meaning"), _of_policies())))
     about = (
         "Every setting, its default and its meaning. The guide [serve](../guides/serve.md) says"
         " where settings come from and how values are written. `-` is no value."
     )
     return page("Settings", about, parts)
+
+
+def _of_policies() -> list[tuple[str, str, str]]:
+    """Return name, defaults and meaning of every setting of our policies.
+
+    Settings of one name and one meaning are one row, with the policies of each default.
+    """
+    found: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for policy, point in sorted(installed_policies().items()):
+        if not point.value.startswith("qllm_policies."):
+            continue
+        factory = load_factory(point)
+        said = _said(factory)
+        for field in fields(factory):
+            if not field.metadata.get("fixed"):
+                defaults = found.setdefault((field.name, said.get(field.name, "")), {})
+                defaults.setdefault(str(field.default), []).append(f"`{policy}`")
+    return [
+        (
+            f"`{name}`",
+            "; ".join(f"`{value}`: {', '.join(policies)}" for value, policies in defaults.items()),
+            text,
+        )
+        for (name, text), defaults in sorted(found.items())
+    ]
+
+
+def _said(factory: type[Any]) -> dict[str, str]:
+    """Return the strings below the fields of a class of settings, its base classes included."""
+    found: dict[str, str] = {}
+    for part in reversed(factory.__mro__[:-1]):
+        found |= meanings(part)
+    return found
 
 
 def _default(value: str) -> str:
@@ -221,7 +246,10 @@ def errors_page() -> str:
 
 
 def _coded(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
-    """Yield code, status and message of every `ApiError` that a module makes."""
+    """Yield code, status and message of every `ApiError` that a module makes.
+
+    A message may be a local text, and `text += more` may lengthen it.
+    """
     for function in ast.walk(tree):
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
@@ -232,6 +260,10 @@ def _coded(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
             for target in node.targets
             if isinstance(target, ast.Name)
         }
+        for node in ast.walk(function):
+            match node:
+                case ast.AugAssign(target=ast.Name(id=name), op=ast.Add()) if name in local:
+                    local[name] = ast.BinOp(local[name], node.op, node.value)
         for node in ast.walk(function):
             match node:
                 case ast.Call(func=ast.Name(id="ApiError"), args=[status, message, *_]):

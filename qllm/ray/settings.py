@@ -23,7 +23,9 @@ class RaySettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     min_replicas: int = Field(1, ge=0)
+    """Least number of engines."""
     max_replicas: int = Field(1, ge=1)
+    """Most engines. Equal to `min_replicas`, the number is fixed."""
     route: str = "class"
     """Route of a request to its engine: a name, or `module:function` of yours."""
     cpus: float | None = Field(None, ge=0)

@@ -54,7 +54,7 @@ class ServerConfig(BaseModel):
     audit_share: float = Field(0.05, gt=0, le=1)
     """Part of the lossy answers that the whole model reads, as BE, after they were sent."""
     depth_profile: Path | None = None
-    """File of `qllm profile --depths` for the first model; by default it lies beside the weights.
+    """File of `qllm profile --depths` for the first model; by default it is next to the weights.
     """
     served_model_name: tuple[str, ...] = ()
     """Names of the model for clients, one string or several; by default `model`. Answers contain
@@ -78,20 +78,26 @@ class ServerConfig(BaseModel):
     secret_file: Path | None = None
     """File with the secret of engine and front end; needed unless the address is loopback."""
     host: str = "127.0.0.1"
+    """Address to listen at. "0.0.0.0" is reachable from other machines."""
     port: int = Field(8000, ge=0, le=65535)
     """TCP port; 0 takes a free one."""
     policy: str = "qllm2"
+    """Name of the policy that chooses the next requests; `qllm policies` lists them."""
     policy_settings: dict[str, Any] = {}
+    """Settings of the policy."""
     engine: dict[str, Any] = {}
     """Fields of `EngineConfig`."""
     ray: dict[str, Any] | None = None
     """Table of settings to serve on Ray (docs/guides/ray.md); it may be empty."""
     dtype: str = "auto"
+    """Type of the weights and of the computation: "auto" (that of the checkpoint), "bfloat16",
+    "float16" or "float32"."""
     device: str = "cpu"
     """Device: "cpu", or "cuda" where torch sees a GPU."""
     threads: Threads = None
     """Threads for computing; "auto" is the number of cores that the server may use."""
     trust_remote_code: bool = False
+    """True to run modelling code that comes with the checkpoint."""
     state_dir: Path | None = None
     """Folder for batches, their files and stored responses; without it there are none. Only its
     owner may read it."""
@@ -136,7 +142,9 @@ class ServerConfig(BaseModel):
     max_body_bytes: int = Field(4 * MIB, ge=1024)
     """Most bytes in the body of a request, file uploads excepted."""
     max_file_bytes: int = Field(200 * MIB, ge=1024)
+    """Most bytes of an uploaded file; else 413."""
     max_header_bytes: int = Field(65536, ge=1024)
+    """Most bytes of the headers of a request; else 431."""
     header_timeout_s: float = Field(15, gt=0)
     """Seconds from the connection to its first whole request header."""
     max_open_prompts: int = Field(64, ge=1)
@@ -182,6 +190,7 @@ class ServerConfig(BaseModel):
     max_restarts: int = Field(5, ge=0)
     """Most restarts of the engine within `restart_window_s`; then the server ends."""
     restart_window_s: float = Field(600, gt=0)
+    """Seconds in which restarts of the engine are counted."""
     restart_backoff_s: float = Field(1, ge=0)
     """Seconds before the first restart; doubled for each further one in the window."""
     restart_backoff_cap_s: float = Field(60, ge=0)

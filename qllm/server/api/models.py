@@ -112,8 +112,10 @@ def routes(front: Front) -> APIRouter:
     async def reset_prefix_cache(request: Request) -> dict[str, str]:
         """Delete all cached KV, the same as vLLM's route of this name."""
         if not request.state.is_admin:
-            text = "this deletes the kept KV of every API key, which only that of the setting "
-            text += "admin_api_key may; POST /delete_kv deletes that of yours"
+            text = (
+                "this deletes the cached KV of every API key, and only the key of the setting "
+                "admin_api_key may do so; POST /delete_kv deletes that of yours"
+            )
             raise ApiError(403, text, code="not_admin")
         _check_all_serve(front)
         for one in front.all:

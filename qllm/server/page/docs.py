@@ -136,8 +136,8 @@ def _resolved(schema: dict[str, Any], parts: dict[str, Any]) -> dict[str, Any]:
 
 def _kind(schema: dict[str, Any]) -> str:
     """Return a type in words. Of alternatives, null is left out."""
-    if "$ref" in schema:
-        return str(schema["$ref"]).rpartition("/")[2]
+    if "$ref" in schema:  # `module__of__Class` if two classes have one name
+        return str(schema["$ref"]).rpartition("/")[2].rpartition("__")[2]
     if "enum" in schema:
         return " or ".join(map(repr, schema["enum"]))
     if "const" in schema:

@@ -1,5 +1,6 @@
 """The pages of docs/reference are those that the code makes, and name all there is."""
 
+import ast
 import re
 
 import pytest
@@ -70,6 +71,40 @@ def test_the_page_names_the_metrics_there_are(made: dict[str, str]) -> None:
 def test_every_code_of_an_error_in_the_code_is_on_the_page(made: dict[str, str]) -> None:
     source = "".join(file.read_text() for file in (ROOT / "qllm" / "server").rglob("*.py"))
     assert set(re.findall(r'\bcode="(\w+)"', source)) <= named(made["errors.md"])
+
+
+def test_each_setting_of_a_policy_has_a_meaning_and_its_defaults() -> None:
+    rows = {name: (defaults, text) for name, defaults, text in reference._of_policies()}
+    assert [name for name, (_, text) in rows.items() if not text] == []
+    defaults, text = rows["`max_prompt_gap_ms`"]
+    of = {each.partition(":")[0]: each for each in defaults.split("; ")}
+    assert {"`None`", "`100`"} == of.keys()
+    assert "`qllm2`" in of["`100`"]
+    assert "`fcfs`" in of["`None`"]
+    assert text.startswith("Longest gap between two tokens")  # of RankPolicy, which has the field
+
+
+def test_a_type_of_the_page_is_no_path_of_a_module(made: dict[str, str]) -> None:
+    assert "TextPart" in made["http.md"]
+    assert re.findall(r"\w+__\w+", made["http.md"]) == []
+
+
+def test_no_link_of_a_page_is_cut_by_the_end_of_a_line(made: dict[str, str]) -> None:
+    for text in made.values():
+        assert re.findall(r"\]\([^)\n]*\n", text) == []
+
+
+def test_a_message_that_a_second_line_lengthens_is_whole() -> None:
+    source = """
+    def refuse():
+        text = f"the body has {size} bytes of "
+        text += "JSON; send less"
+        raise ApiError(400, text, code="too_much")
+    """
+    tree = ast.parse("if True:" + source)
+    assert list(reference._coded(tree)) == [
+        ("too_much", "400", "the body has ... bytes of JSON; send less")
+    ]
 
 
 @pytest.mark.parametrize("width", [10, 40])
