@@ -117,18 +117,18 @@ class Metrics:
         self._queue = self._histogram(
             "request_queue_time_seconds", "Arrival to the first program with the request"
         )
-        self._parked = self._histogram("request_parked_time_seconds", "Time in parked frames")
+        self._parked = self._histogram("request_parked_time_seconds", "Time in stopped passes")
         self._stall = self._histogram(
-            "request_max_stall_seconds", "Longest time without work while admitted"
+            "request_max_stall_seconds", "Longest time of an admitted request without progress"
         )
         self._make_sizes_and_keys(sees_processes=beside is None)
         self._preempt = self.made(
             Histogram,
             "preempt_latency_seconds",
-            "Arrival of the request that preempts to the frame being parked",
+            "Time from the arrival of a request that preempts until the pass has stopped",
             buckets=SHORT,
         ).labels(model_name)
-        self._preemptions = self._counter("preemptions", "Frames stopped for another request")
+        self._preemptions = self._counter("preemptions", "Passes stopped for another request")
         self._request_preemptions = self._counter(
             "request_preemptions", "Times that a request was stopped", "class"
         )
@@ -140,15 +140,17 @@ class Metrics:
         self._recomputed = self._counter(
             "recomputed_tokens", "Tokens computed again", "class", "cause"
         )
-        self.refused = self._counter("requests_refused", "By HTTP status", "status")
-        self.demoted = self._counter("requests_demoted", "LS served as BE (max_ls)").labels(
-            model_name
+        self.refused = self._counter(
+            "requests_refused", "Refused requests, by HTTP status", "status"
         )
+        self.demoted = self._counter(
+            "requests_demoted", "LS requests served as BE (max_ls)"
+        ).labels(model_name)
         self.restarts = self._counter(
-            "engine_restarts", "Engines made after one that had ended"
+            "engine_restarts", "Engines started after another one had ended"
         ).labels(model_name)
         self.replayed = self._counter(
-            "requests_replayed", "Times that an open request went on with a new engine"
+            "requests_replayed", "Times that an open request continued with a new engine"
         ).labels(model_name)
         self._make_prompts()
         self.up = self._gauge("engine_up", "1 while the engine serves").labels(model_name)
@@ -159,7 +161,9 @@ class Metrics:
         }
         self._kv = self._gauge("kv_cache_usage_perc", "Part of the KV blocks in use, 0 to 1")
         self._rings = self._gauge(
-            "request_ring_usage_perc", "Part of a request ring not taken yet, 0 to 1", "class"
+            "request_ring_usage_perc",
+            "Part of a request ring that the engine has not read, 0 to 1",
+            "class",
         )
         self._make_passes()
         self._make_kept()
@@ -169,15 +173,19 @@ class Metrics:
 
     def _make_passes(self) -> None:
         """Make the metrics of passes."""
-        self._frames = self._gauge("num_frames_parked", "Passes that stopped and go on later")
+        self._frames = self._gauge(
+            "num_frames_parked", "Passes that are stopped and continue later"
+        )
         self._frame_bytes = self._gauge(
-            "frames_parked_bytes", "Activations that they hold; their KV is in kv_cache_usage_perc"
+            "frames_parked_bytes",
+            "Bytes of activations of stopped passes; their KV is in kv_cache_usage_perc",
         )
         self._expert_bytes = self._counter(
-            "expert_bytes_read", "Expert weights read: each expert once per layer of a pass"
+            "expert_bytes_read",
+            "Bytes of expert weights that passes read: each expert once per layer",
         )
         self._spared = self._counter(
-            "preemptions_spared", "Frames that went on though an arrival stopped them"
+            "preemptions_spared", "Passes that continued although an arrival had stopped them"
         )
         self._num_spared = 0
         self._segment = self._gauge(
@@ -197,16 +205,18 @@ class Metrics:
             *("class", "drafter"),
         )
         self.streaming_prompts = self._gauge(
-            "num_open_prompts", "Prompts that are still coming, by /v1/prompts or a streamed body"
+            "num_open_prompts", "Prompts whose pieces still arrive"
         ).labels(self._model)
         self.abandoned = self._counter(
-            "prompts_abandoned", "Prompts that got nothing for `prompt_idle_s`"
+            "prompts_abandoned", "Prompts that ended because no piece came for `prompt_idle_s`"
         ).labels(self._model)
         self._revisions = self._counter(
-            "prompt_revisions", "Pieces of prompts, and changes, that the engine saw", "class"
+            "prompt_revisions", "Pieces and changes of streaming prompts", "class"
         )
         self._revise_lost = self._counter(
-            "prompt_revision_lost_tokens", "Tokens computed and then changed", "class"
+            "prompt_revision_lost_tokens",
+            "Computed tokens that a change of a prompt replaced",
+            "class",
         )
 
     def _make_sizes_and_keys(self, *, sees_processes: bool) -> None:
@@ -239,8 +249,8 @@ class Metrics:
                     "loads",
                     "Experts read, or copied to the GPU, for passes of a class (max_expert_bytes)",
                 ),
-                ("loaded_bytes", "Bytes of them"),
-                ("wait_seconds", "Time in which passes waited for them"),
+                ("loaded_bytes", "Bytes of these experts"),
+                ("wait_seconds", "Time in which passes waited for experts"),
             )
         }
         self._experts_before = {(name, p.name): 0.0 for name in self._experts for p in Priority}
@@ -248,21 +258,21 @@ class Metrics:
             name: self._counter(f"expert_blocking_{name}", text)
             for name, text in (
                 ("loads", "Experts that the engine read while all passes waited"),
-                ("bytes", "Bytes of them"),
+                ("bytes", "Bytes of these experts"),
             )
         }
         self._blocking_before: dict[str, float] = dict.fromkeys(self._blocking, 0)
         self._ahead = {
             name: self._counter(f"expert_ahead_{name}", text)
             for name, text in (
-                ("loads", "Experts read before a pass asked for them, counted in its class, too"),
-                ("bytes", "Bytes of them"),
-                ("unused_bytes", "Bytes of those that lost their room in memory without a use"),
+                ("loads", "Experts read before a pass asked for them; expert_loads has them too"),
+                ("bytes", "Bytes of these experts"),
+                ("unused_bytes", "Bytes read ahead that left memory without a use"),
             )
         }
         self._ahead_before: dict[str, float] = dict.fromkeys(self._ahead, 0)
         self._resident = self._gauge(
-            "experts_resident_perc", "Part of the experts where they compute, 0 to 1"
+            "experts_resident_perc", "Part of the experts in memory, or on the GPU, 0 to 1"
         )
         self._frames_wait = self._gauge(
             "num_frames_waiting_for_experts", "Passes that wait for experts"
@@ -273,13 +283,15 @@ class Metrics:
         self._time = {
             name: self._counter(f"{name.removesuffix('_s')}_time_seconds", text)
             for name, text in (
-                ("ls_s", "Time that LS had; of a run that both share, by their tokens"),
-                ("be_s", "Time that BE had"),
-                ("floor_s", "Time of runs of BE that min_be_share asked for"),
+                ("ls_s", "Time of LS. A pass that both classes share is divided by tokens"),
+                ("be_s", "Time of BE"),
+                ("floor_s", "Time that BE got only because of min_be_share"),
             )
         }
         self._time_before: dict[str, float] = dict.fromkeys(self._time, 0)
-        self._min_be_share = self._gauge("min_be_share", "Least part of the time of BE, 0 to 1")
+        self._min_be_share = self._gauge(
+            "min_be_share", "The setting min_be_share: least part of the time for BE, 0 to 1"
+        )
 
     def _make_losses(self) -> None:
         """Make the metrics of lossy answers, of the candidate that is this model."""
@@ -296,7 +308,7 @@ class Metrics:
         } | {
             name: self._gauge(f"lossy_{name}", text)
             for name, text in (
-                ("open", "1 if lossy answers may be this model's, else 0"),
+                ("open", "1 if this model may give lossy answers, else 0"),
                 ("disagreement_bound", "Upper bound (95 %) of its tokens that differ, 0 to 1"),
             )
         }
@@ -312,52 +324,52 @@ class Metrics:
             name: self._counter(f"prefix_cache_{name}", text)
             for name, text in (
                 ("queried_tokens", "Tokens that requests looked for in the prefix cache"),
-                ("hit_tokens", "Tokens whose KV the prefix cache had"),
-                ("evicted_pages", "Pages that others displaced"),
-                ("refused_pages", "Pages not kept for want of room"),
+                ("hit_tokens", "Tokens whose KV was in the prefix cache"),
+                ("evicted_pages", "Cached pages that other pages displaced"),
+                ("refused_pages", "Pages not cached because there was no room"),
             )
         }
         self._prefix_before = dict.fromkeys(self._prefix, 0)
         self._prefix_kept = {
             name: self._gauge(f"prefix_cache_{name}", text)
             for name, text in (
-                ("kept_tokens", "Tokens whose KV is kept"),
-                ("kept_bytes", "Bytes of it"),
-                ("kept_state_bytes", "Bytes of recurrent states kept beside it"),
+                ("kept_tokens", "Tokens of cached KV"),
+                ("kept_bytes", "Bytes of cached KV"),
+                ("kept_state_bytes", "Bytes of cached recurrent states"),
             )
         }
         self._sizes = {
             name: self._gauge(metric, text)
             for name, metric, text in (
-                ("kv_tokens", "kv_max_tokens", "Tokens of KV that requests may have at once"),
-                ("kv_bytes", "kv_max_bytes", "Most bytes of KV of requests"),
-                ("kept_tokens", "prefix_cache_max_tokens", "Tokens that the prefix cache may keep"),
+                ("kv_tokens", "kv_max_tokens", "Most tokens of KV of all requests"),
+                ("kv_bytes", "kv_max_bytes", "Most bytes of KV of all requests"),
+                ("kept_tokens", "prefix_cache_max_tokens", "Most tokens of cached KV"),
                 ("kept_bytes", "prefix_cache_max_bytes", "Most bytes of cached KV and states"),
             )
         }
         self._state_bytes = self._gauge(
-            "state_bytes", "Recurrent states that requests hold, in bytes"
+            "state_bytes", "Bytes of recurrent states that requests hold"
         )
         self._swapped = {
             name: self._counter(f"kv_swapped_{name}_tokens", text)
             for name, text in (
-                ("out", "Tokens whose KV gave up its blocks and was kept"),
-                ("in", "Tokens whose KV came back"),
+                ("out", "Tokens whose KV was swapped out"),
+                ("in", "Tokens whose KV was swapped in again"),
             )
         }
         self._swapped_before = dict.fromkeys(self._swapped, 0)
         self._file = {
             name: self._counter(f"kv_file_{name}", text)
             for name, text in (
-                ("stored_bytes", "KV written to the file"),
-                ("loaded_bytes", "KV read from the file for requests"),
-                ("damaged_pages", "Pages of the file that were not there whole"),
-                ("late_requests", "Requests that did not wait longer for the file and computed"),
+                ("stored_bytes", "Bytes of KV written to the file"),
+                ("loaded_bytes", "Bytes of KV read from the file for requests"),
+                ("damaged_pages", "Damaged pages found in the file"),
+                ("late_requests", "Requests that computed because the file was too slow"),
             )
         }
         self._file_before = dict.fromkeys(self._file, 0)
-        self._file_kept = self._gauge("kv_file_kept_bytes", "KV that lies in the file")
-        self._file_up = self._gauge("kv_file_up", "1 while the file serves, 0 without one")
+        self._file_kept = self._gauge("kv_file_kept_bytes", "Bytes of KV in the file")
+        self._file_up = self._gauge("kv_file_up", "1 while a file of KV is in use, else 0")
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
         made: Histogram = self.made(Histogram, name, text, "class", buckets=buckets)

@@ -36,11 +36,19 @@ class FleetMetrics:
         self._open = gauge("requests_open", "Requests of this front end at the engine", "class")
         self._counts = {
             "sent": counter("requests_sent", "Requests that the engine got", "engine"),
-            "taken": counter("requests_taken", "Requests open when the engine went", "engine"),
-            "moved": counter("requests_moved", "BE requests that went on elsewhere", "engine"),
-            "met": counter("engine_meetings", "Times that the engine was met", "engine"),
+            "taken": counter(
+                "requests_taken", "Requests that were open when the engine ended", "engine"
+            ),
+            "moved": counter(
+                "requests_moved", "Stalled BE requests that moved to another engine", "engine"
+            ),
+            "met": counter(
+                "engine_meetings", "Times that the front end connected to the engine", "engine"
+            ),
         }
-        self._errors = counter("route_errors", "Choices that the route did not make")
+        self._errors = counter(
+            "route_errors", "Requests for which the route failed, and `least` chose"
+        )
 
     def observe(self) -> None:
         """Update the metrics with the fleet's current numbers."""
