@@ -6,11 +6,13 @@
     prefill        a prompt with a quarter of the experts in memory, over all
     layered        bytes of experts that a prompt reads, over chunks of 256
     memory         peak of an engine in a process of its own
+    simulator      bytes and waits that `qllm sim` expects, over those of an engine
 
 Arms alternate in one process. The arm of experts used last is `Lru` below, in place of the
 residency's `Displacing`; no setting reaches it. Blocking reads are those of a runner that does not
 park. Bytes are compared with those that the system counts. The model is the one of `bench.common`,
-which routes evenly; `tiny` has a trained router. The output is a table, then one JSON line.
+which routes evenly; `tiny` has a trained router. The
+output is a table, then one JSON line.
 """
 
 import argparse
@@ -35,6 +37,7 @@ from bench.common import (
 )
 from bench.energy import Run, answered_tokens, metered
 from bench.engine.ranks_served import status
+from bench.models.simulated_disk import simulator_rows
 from qllm import QLLMEngine, SamplingParams
 from qllm.kernels import cpu
 from qllm.runner.displacing import NONE, Displacing, Slots, Use
@@ -352,6 +355,7 @@ def main() -> None:
             rows |= decode_rows(table, half, tiny, rounds)
             rows |= prompt_rows(table, model, folder, whole, rounds)
         rows["memory"] = memory_row(table, model, folder)
+    rows["simulator"] = simulator_rows(table, 1 if args.quick else 3)
     config = {"threads": THREADS, "seed": SEED, "rounds": rounds, "kernels": cpu.kind()}
     result = {"bench": "experts_disk", "machine": machine(), "config": config, "rows": plain(rows)}
     table.finish(result, args.out)

@@ -224,6 +224,7 @@ OWN_BENCHES = {
     "models.experts_disk": "runner",  # another choice of experts that stay
     "models.real_size": "models",  # counts packed bytes, and the bytes of a token
     "models.shape_floors": "models.weights",  # bits of a weight that was rounded
+    "models.simulated_disk": "models",  # runs a model's own routers
     "serving.on_ray": "ray",
     "serving.ttft": "runner.runner",  # lets every pass take so long
     # carries a request from an engine that was killed; has a mover move what it would not

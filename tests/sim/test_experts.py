@@ -1,6 +1,5 @@
 """Experts on a disk in the simulator: the bytes of an engine, and the times of a disk."""
 
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -8,16 +7,27 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from qllm import QLLMEngine, SamplingParams
+from bench.models.simulated_disk import (
+    BYTES_OFF,
+    FIT,
+    IN_TURN,
+    MOST_SKEW,
+    NUM_TOKENS,
+    TOGETHER,
+    Live,
+    Load,
+    PacedDisk,
+    fitted_skew,
+    recorded,
+    requests_of,
+)
 from qllm.config import EngineConfig
 from qllm.engine.storage.reads import BE_SHARE, NUM_THREADS, DiskOrder, ExpertRead, Ticket
 from qllm.errors import ConfigError
 from qllm.kernels import cpu
 from qllm.measure.disk_rate import DiskRate
 from qllm.measure.random_moe import make_random_moe
-from qllm.models.loader import load
 from qllm.plan import ModelShape
 from qllm.plugins import load_policy
 from qllm.record.summary import request_metrics
@@ -35,20 +45,12 @@ from qllm.sim.experts import (
 from qllm.sim.presets import preset
 from qllm.sim.run import Simulated, SimulatedEngine, simulate
 from qllm.sim.timeline import SimCosts, expert_coverage
-from qllm.types import NS_PER_MS, NS_PER_S, Priority
+from qllm.types import NS_PER_MS, NS_PER_S
 from qllm.workloads.spec import RequestSpec
 from qllm_policies.fcfs import Fcfs
 from tests.support.simulation import qllm
 
 assert cpu.MISSING is None, cpu.MISSING
-GREEDY = SamplingParams(temperature=0, ignore_eos=True)
-SLACK = 0.15
-"""Largest part by which bytes may differ from those of an engine."""
-TEXT = "".join(
-    f"def area_{i}(width, height):\n    return width * height + {i}\n\n" for i in range(30)
-)
-LENGTHS, NUM_TOKENS = (60, 200, 8, 120, 30, 300), 24
-MANY = 1e9
 
 
 def costs_of(shape: ModelShape, **costs: float) -> CostFile:
@@ -64,114 +66,64 @@ def costs_of(shape: ModelShape, **costs: float) -> CostFile:
 SMALL = ModelShape(3, 8, 2, (False, True, True), 97, 4096)
 
 
-def requests_of(lengths: Sequence[int], classes: str, gap_s: float) -> list[RequestSpec]:
-    """Requests of L (LS) and B (BE)."""
-    return [
-        RequestSpec(
-            at_s=gap_s * i,
-            priority=Priority.LS if one == "L" else Priority.BE,
-            num_prompt_tokens=num,
-            max_tokens=NUM_TOKENS,
-        )
-        for i, (num, one) in enumerate(zip(lengths, classes, strict=True))
-    ]
-
-
 # -- bytes, against an engine
 
 
-class Live:
-    """An engine whose experts are in a file: the bytes that each class read, and the routing."""
-
-    def __init__(self, model: str, num_slots: int, classes: str, *, at_once: bool) -> None:
-        loaded = load(model, dtype="bfloat16").model
-        config: Any = loaded.config
-        self.top_k = config.num_experts_per_tok
-        num = getattr(config, "num_local_experts", None) or config.num_experts
-        layers = config.num_hidden_layers
-        self.shape = ModelShape(layers, num, self.top_k, (True,) * layers, config.vocab_size, 4096)
-        sizes = 3 * config.hidden_size * _width(config) * 2
-        self.expert_bytes = -(-sizes // 4096) * 4096
-        self.max_bytes = num_slots * self.expert_bytes
-        how = {"run_in": "thread", "threads": 1, "conformance": False, "prefix_cache": False}
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            QLLMEngine.from_pretrained(
-                model, max_expert_bytes=self.max_bytes, expert_dir=folder, **how
-            ) as engine,
-        ):
-            tokens = list(engine.tokenizer.encode(TEXT))
-            self.prompts = [tokens[7 * i : 7 * i + n] for i, n in enumerate(LENGTHS)]
-            kinds = ["LS" if one == "L" else "BE" for one in classes]
-
-            def submit(i: int) -> Any:
-                return engine.submit(self.prompts[i], kinds[i], NUM_TOKENS, sampling=GREEDY)
-
-            every = range(len(LENGTHS))
-            if at_once:
-                handles = engine.call(lambda: [submit(i) for i in every])
-                answers = [handle.result(300).token_ids for handle in handles]
-            else:
-                answers = [submit(i).result(300).token_ids for i in every]
-            self.stats = engine.stats()["experts"]
-        assert self.stats["slots"] == num_slots
-        assert self.stats["slot_bytes"] == self.max_bytes
-        routed = [_routing(loaded, [*p, *a], self.top_k) for p, a in
-                  zip(self.prompts, answers, strict=True)]  # fmt: skip
-        self.routing = TracedRouting(routed)
-
-    def simulated(self, classes: str, routing: Any, *, at_once: bool) -> dict[str, Any]:
-        """The bytes of the same requests in the simulator."""
-        lengths = list(map(len, self.prompts))
-        disk = ExpertsOnDisk(
-            max_bytes=self.max_bytes, expert_bytes=self.expert_bytes, bytes_per_s=MANY,
-            routing=routing,
-        )  # fmt: skip
-        specs = requests_of(lengths, classes, 0.0 if at_once else 30.0)
-        return simulate(specs, "qllm2", costs_of(self.shape), disk=disk).experts
-
-
-def _width(config: Any) -> int:
-    width: int = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-    return width
-
-
-def _routing(model: Any, ids: list[int], top_k: int) -> Any:
-    """The experts [T, L, K] of tokens, by the model's own routers."""
-    with torch.inference_mode():
-        out = model(torch.tensor([ids]), output_router_logits=True)
-    layers = [x.reshape(len(ids), -1).topk(top_k).indices.numpy() for x in out.router_logits]
-    return np.stack(layers, axis=1)
-
-
-def assert_near(found: dict[str, Any], live: Live, names: Sequence[str]) -> None:
-    for name in names:
+def assert_near(found: dict[str, Any], live: Live) -> None:
+    for name in live.load.names:
         expected = live.stats[name]["bytes"]
         assert expected > 0
-        assert abs(found[name]["bytes"] / expected - 1) <= SLACK, (name, found, live.stats)
+        assert abs(found[name]["bytes"] / expected - 1) <= BYTES_OFF, (name, found, live.stats)
         assert found[name]["bytes"] == found[name]["loads"] * live.expert_bytes
 
 
 @pytest.mark.parametrize("num_slots", [10, 16, 24])
-@pytest.mark.parametrize("at_once", [False, True])
-def test_bytes_by_a_routing_trace_are_those_of_an_engine(num_slots: int, *, at_once: bool) -> None:
+@pytest.mark.parametrize("load", [IN_TURN, TOGETHER], ids=["in turn", "together"])
+def test_bytes_by_a_routing_trace_are_those_of_an_engine(num_slots: int, load: Load) -> None:
     """`tiny`, with 32 experts: requests one after the other of both classes, or BE together."""
-    classes = "BBBBBB" if at_once else "BLBLBL"
-    live = Live("tiny", num_slots, classes, at_once=at_once)
-    found = live.simulated(classes, live.routing, at_once=at_once)
-    assert_near(found, live, ["BE"] if at_once else ["LS", "BE"])
+    live = Live("tiny", num_slots, load)
+    _, found = live.simulated(recorded(live), costs_of(live.shape))
+    assert_near(found, live)
     for name in found:
         assert found[name]["uses"] == live.stats[name]["uses"]
 
 
 def test_bytes_of_an_even_router_are_more_than_those_of_an_engine() -> None:
     """Tokens of a real text have more experts in common than drawn tokens."""
-    live = Live(make_random_moe(size="1m"), 20, "BLBLBL", at_once=False)
-    found = live.simulated("BLBLBL", SkewedRouting(live.shape, 0.0), at_once=False)
-    drawn, expected = (sum(x[name]["bytes"] for name in ("LS", "BE")) for x in (found, live.stats))
-    assert expected <= drawn <= 1.6 * expected
-    near = live.simulated("BLBLBL", live.routing, at_once=False)
-    assert_near(near, live, ["LS", "BE"])
+    live = Live(make_random_moe(size="1m"), 20, IN_TURN)
+    costs = costs_of(live.shape)
+    drawn, _ = live.simulated(SkewedRouting(live.shape, 0.0), costs)
+    assert live.use.num_bytes <= drawn.num_bytes <= 1.6 * live.use.num_bytes
+    assert_near(live.simulated(recorded(live), costs)[1], live)
+
+
+def test_a_fitted_skew_reads_the_bytes_of_the_run_that_it_was_fitted_to() -> None:
+    fit = Live("tiny", *FIT)
+    costs = costs_of(fit.shape)
+    skew = fitted_skew(fit, costs)
+    found, _ = fit.simulated(SkewedRouting(fit.shape, skew), costs)
+    assert found.num_bytes / fit.use.num_bytes == pytest.approx(1, abs=0.03)
+    assert 0 < skew < MOST_SKEW
+
+
+def test_a_declared_disk_serves_reads_one_after_the_other() -> None:
+    """A read that the real disk returns too late is counted."""
+    now_s, slept, took_s = 0.0, list[float](), 0.0
+
+    def read(layer: int, expert: int, into: bytes) -> None:
+        nonlocal now_s
+        now_s += took_s
+
+    disk = PacedDisk(read, 10.0, lambda: now_s, slept.append)
+    disk(0, 0, bytes(20))
+    disk(0, 1, bytes(20))
+    assert slept == [2.0, 4.0]
+    now_s, took_s = 10.0, 0.5
+    disk(0, 2, bytes(20))
+    assert (slept, disk.num_late) == ([2.0, 4.0, 1.5], 0)
+    took_s = 5.0
+    disk(0, 3, bytes(20))
+    assert (slept, disk.num_late) == ([2.0, 4.0, 1.5], 1)
 
 
 # -- times
