@@ -6,8 +6,9 @@ shards of two layers, one tensor of a shard after the other: 16 GB on disk, 1 GB
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ GROUP = 128
 SEED = 1
 STEP = 0.004
 """Size of a step of 4 bits; weights have a spread of 0.02."""
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 151936,
     "hidden_size": 2048,
     "intermediate_size": 6144,
@@ -66,9 +67,14 @@ class Noise:
         self._config = config
 
     def quantised(self, name: str, n: int, k: int) -> Named:
-        """Return a weight [n, k] of 4 bits."""
+        """Return a weight [n, k] of 4 bits.
+
+        Half of the scales are negative. The codes from -8 to 7 have a mean below 0, and with scales
+        of one sign each layer would let all tokens look more alike, and use the same experts.
+        """
         words = self._rng.integers(0, 1 << 64, (n, k // 16), dtype=np.uint64)
         scale = self._rng.random((n, k // GROUP), dtype=np.float32) + 0.5
+        scale *= self._rng.choice(np.float32([-1, 1]), scale.shape)
         yield f"{name}.weight_packed", torch.from_numpy(words.view(np.int32))
         yield f"{name}.weight_scale", (torch.from_numpy(scale) * STEP).bfloat16()
         yield f"{name}.weight_shape", torch.tensor([n, k])
@@ -104,9 +110,15 @@ class Noise:
         yield from self.quantised("lm_head", c.vocab_size, c.hidden_size)
 
 
-def write(folder: Path, num_layers: int) -> int:
-    """Write a checkpoint of so many layers; return its bytes."""
-    config = Qwen3MoeConfig(**(SHAPE | {"num_hidden_layers": num_layers}))
+def write(folder: Path, num_layers: int, shape: Mapping[str, Any] = SHAPE) -> int:
+    """Write a checkpoint of so many layers; return its bytes.
+
+    Args:
+        folder: Folder, which is made.
+        num_layers: Number of layers.
+        shape: Other fields of the `Qwen3MoeConfig`.
+    """
+    config = Qwen3MoeConfig(**{**shape, "num_hidden_layers": num_layers})
     folder.mkdir(parents=True)
     noise, shards, total = Noise(config), dict[str, str](), 0
     starts = range(0, num_layers, 2)

@@ -11,7 +11,7 @@
 Arms alternate in one process. The arm of experts used last is `Lru` below, in place of the
 residency's `Displacing`; no setting reaches it. Blocking reads are those of a runner that does not
 park. Bytes are compared with those that the system counts. The model is the one of `bench.common`,
-which routes evenly; `tiny` has a trained router. The
+which routes evenly; `tiny` has a trained router. A model of 30B is measured by `experts_30b`. The
 output is a table, then one JSON line.
 """
 
@@ -329,9 +329,9 @@ def io_row(table: Table, half: Served) -> dict[str, int]:
     return {"read_bytes": read, "counted_bytes": own}
 
 
-def read_bytes() -> int:
-    """Return the bytes that this process has read from disks."""
-    lines = Path("/proc/self/io").read_text().splitlines()
+def read_bytes(pid: int | str = "self") -> int:
+    """Return the bytes that a process has read from disks."""
+    lines = Path(f"/proc/{pid}/io").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes:"))
 
 

@@ -44,6 +44,40 @@ BLOCK, BLOCK_BYTES = 32, 18
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 
 
+def begun(path: Path, num_layers: int, shape: Mapping[str, Any]) -> gguf.GGUFWriter:
+    """Return the writer of a GGUF file that has all but its tensors.
+
+    Args:
+        path: Path of the file.
+        num_layers: Number of layers.
+        shape: Fields of a `Qwen3MoeConfig`.
+    """
+    writer = gguf.GGUFWriter(str(path), "qwen3moe")
+    vocab = shape["vocab_size"]
+    writer.add_block_count(num_layers)
+    writer.add_context_length(shape["max_position_embeddings"])
+    writer.add_embedding_length(shape["hidden_size"])
+    writer.add_feed_forward_length(shape["intermediate_size"])
+    writer.add_head_count(shape["num_attention_heads"])
+    writer.add_head_count_kv(shape["num_key_value_heads"])
+    writer.add_key_length(shape["head_dim"])
+    writer.add_value_length(shape["head_dim"])
+    writer.add_layer_norm_rms_eps(shape["rms_norm_eps"])
+    writer.add_rope_freq_base(shape["rope_theta"])
+    writer.add_expert_count(shape["num_experts"])
+    writer.add_expert_used_count(shape["num_experts_per_tok"])
+    writer.add_expert_feed_forward_length(shape["moe_intermediate_size"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    letters = [chr(33 + i) for i in range(94)]
+    others = [f"<{i}>" for i in range(vocab - 96)]
+    writer.add_token_list([*letters, "ab", *others, "<|endoftext|>"])  # transformers' has it
+    writer.add_token_types([1] * vocab)
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(vocab - 1)
+    return writer
+
+
 class Writer:
     """A writer of a file of noise.
 
@@ -54,31 +88,9 @@ class Writer:
     """
 
     def __init__(self, path: Path, num_layers: int, shape: Mapping[str, Any] | None = None) -> None:
-        self._shape = shape = shape or SHAPE
+        self._shape = shape or SHAPE
         self._rng = np.random.Generator(np.random.PCG64DXSM(SEED))
-        self._writer = writer = gguf.GGUFWriter(str(path), "qwen3moe")
-        vocab = shape["vocab_size"]
-        writer.add_block_count(num_layers)
-        writer.add_context_length(shape["max_position_embeddings"])
-        writer.add_embedding_length(shape["hidden_size"])
-        writer.add_feed_forward_length(shape["intermediate_size"])
-        writer.add_head_count(shape["num_attention_heads"])
-        writer.add_head_count_kv(shape["num_key_value_heads"])
-        writer.add_key_length(shape["head_dim"])
-        writer.add_value_length(shape["head_dim"])
-        writer.add_layer_norm_rms_eps(shape["rms_norm_eps"])
-        writer.add_rope_freq_base(shape["rope_theta"])
-        writer.add_expert_count(shape["num_experts"])
-        writer.add_expert_used_count(shape["num_experts_per_tok"])
-        writer.add_expert_feed_forward_length(shape["moe_intermediate_size"])
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre("qwen2")
-        letters = [chr(33 + i) for i in range(94)]
-        others = [f"<{i}>" for i in range(vocab - 96)]
-        writer.add_token_list([*letters, "ab", *others, "<|endoftext|>"])  # transformers' has it
-        writer.add_token_types([1] * vocab)
-        writer.add_token_merges(["a b"])
-        writer.add_eos_token_id(vocab - 1)
+        self._writer = begun(path, num_layers, self._shape)
 
     def packed(self, name: str, *shape: int) -> None:
         """Write a weight in Q4_0, inputs last."""

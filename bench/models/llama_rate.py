@@ -1,6 +1,9 @@
 """Time llama.cpp, or ik_llama.cpp, on a GGUF file. Runs in an environment without qllm.
 
-    python llama_rate.py FILE THREADS
+    python llama_rate.py FILE THREADS [mapped]
+
+With "mapped", llama.cpp maps the file and copies no weights, so they need not fit in memory. That
+needs xllamacpp.
 
 The environment has one of the packages xllamacpp, llama-cpp-python and ik-llama-cpp-python. The
 first runs through its server, the others one batch at a time. Questions and answers:
@@ -22,10 +25,13 @@ CONTEXT, BATCH = 4096, 512
 class Served:
     """The server of llama.cpp in this process, through xllamacpp."""
 
-    def __init__(self, file: str, threads: int) -> None:
+    def __init__(self, file: str, threads: int, is_mapped: bool = False) -> None:
         import xllamacpp
 
         params = xllamacpp.CommonParams()
+        if is_mapped:
+            params.load_mode = xllamacpp.llama_load_mode.LLAMA_LOAD_MODE_MMAP
+            params.no_extra_bufts = True
         params.model.path = file
         params.n_ctx, params.n_parallel = CONTEXT, 1
         params.n_batch = params.n_ubatch = BATCH
@@ -119,10 +125,12 @@ def _system_info(lib: Any) -> str:
     return str(function().decode())
 
 
-def opened(file: str, threads: int) -> Served | Called:
+def opened(file: str, threads: int, is_mapped: bool = False) -> Served | Called:
     """Load a file with the installed library."""
     if importlib.util.find_spec("xllamacpp"):
-        return Served(file, threads)
+        return Served(file, threads, is_mapped)
+    if is_mapped:
+        raise SystemExit("install xllamacpp here: only with it is the file mapped")
     for package, bindings, name in (
         ("ik_llama_cpp", "ik_llama_cpp._ctypes_api", "ik_llama.cpp"),
         ("llama_cpp", "llama_cpp", "llama.cpp"),
@@ -134,7 +142,10 @@ def opened(file: str, threads: int) -> Served | Called:
 
 def main() -> None:
     """Answer until the input ends."""
-    llama = opened(sys.argv[1], int(sys.argv[2]))
+    file, threads, *how = sys.argv[1:]
+    if how not in ([], ["mapped"]):
+        raise SystemExit(f"{how} after THREADS must be nothing or 'mapped'")
+    llama = opened(file, int(threads), bool(how))
     answer(llama.rates, llama.about)
 
 

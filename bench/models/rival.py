@@ -44,6 +44,11 @@ class Rival:
             self.close()
             raise
 
+    @property
+    def pid(self) -> int:
+        """Return the id of the process."""
+        return self._process.pid
+
     def _next(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         for line in self._process.stdout:

@@ -222,6 +222,8 @@ OWN_BENCHES = {
     "kernels.perplexity": "models runner",
     "kernels.perplexity_talk": "models runner",
     "models.experts_disk": "runner",  # another choice of experts that stay
+    "models.experts_30b": "block_file engine.storage",  # reads a file as an engine does
+    "models.memory_limit": "cores",  # the limit as an engine sees it
     "models.real_size": "models",  # counts packed bytes, and the bytes of a token
     "models.shape_floors": "models.weights",  # bits of a weight that was rounded
     "models.simulated_disk": "models",  # runs a model's own routers
