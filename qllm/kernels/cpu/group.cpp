@@ -182,7 +182,13 @@ bool Course::await(Rank& rank, int64_t gather) {
 }
 
 void meet(const Kernels&, Rank* rank) {
-  rank->pass([] { return false; });
+  int64_t stopped = kNoGather;
+  if (rank->link) {
+    offer(*rank, {});
+    await_link(*rank, post_link(*rank), stopped);
+  } else {
+    rank->pass([] { return false; });
+  }
 }
 
 void call_ranks(const Kernels& kernels, Rank* rank, int64_t kind, void* what) {

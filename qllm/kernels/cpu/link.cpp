@@ -292,8 +292,8 @@ class Wires {
         if (is_of_call && head.kind == kStop) stopped_ = head.gather;
         const bool is_next = is_of_call && is_part(head) && head.gather < end;
         if (is_next && !put(i, *at)) return;
-        const bool is_old = !is_of_call && (is_part(head) || head.kind == kStop);
-        at = is_next || is_old || head.kind == kStop ? inbox.erase(at) : at + 1;
+        const bool is_old = head.call < rank_.call && (is_part(head) || head.kind == kStop);
+        at = is_next || is_old || (is_of_call && head.kind == kStop) ? inbox.erase(at) : at + 1;
       }
     }
   }
