@@ -90,7 +90,8 @@ def models() -> list[tuple[str, Any, dict[str, Any]]]:
     import torch
     from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    from bench.gpu.parts import BATCH, SHAPES
+    from bench.gpu.loads import BATCH
+    from bench.gpu.parts import SHAPES
     from qllm.cuda.lanes import Bucket
     from tests.support import families
 
