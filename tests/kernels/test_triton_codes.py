@@ -15,6 +15,7 @@ from qllm.kernels import reference
 from qllm.kernels.quantised import Code, Quantised
 from qllm.kernels.routing import Activation, ExpertWeights
 from qllm.kernels.triton import moe
+from qllm.kernels.triton.codes import CODES, code_values
 from qllm.models.weights.quantised_weights import DeviceWeights
 from tests.support.interpret import DEVICES
 from tests.support.quantised_products import quantised
@@ -107,7 +108,7 @@ def _tile(
 ) -> None:  # fmt: skip
     n, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     for k in range(0, D, BLOCK_K):
-        found = moe._values(
+        found = code_values(
             w, scale, offset, n, k, n < N, n_stride, (D + GROUP - 1) // GROUP, D, CODE, GROUP,
             HAS_OFFSET, BLOCK_N, BLOCK_K,
         )  # fmt: skip
@@ -118,7 +119,7 @@ WORTHS = (0.0, -0.0, 1.0, -1.0, 0.3, -0.7, 2.0**-100, -(2.0**100), 3.0e-5, 448.0
 
 
 @DEVICES
-@pytest.mark.parametrize("code", moe.CODES)
+@pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("group", [24, 32, 136])
 @pytest.mark.parametrize("offset", [None, -0.0, 1.5])
@@ -146,7 +147,7 @@ def test_every_code_has_its_value_to_the_bit(
     worths = [_followed_by(math.nan, x).to(device) for x in (scales, offsets) if x is not None]
     _tile[(1,)](
         raw, worths[0], worths[-1], out, codes.stride(0), N=n, D=k,
-        CODE=1 + moe.CODES.index(code), GROUP=group, HAS_OFFSET=offset is not None, BLOCK_N=16,
+        CODE=1 + CODES.index(code), GROUP=group, HAS_OFFSET=offset is not None, BLOCK_N=16,
         BLOCK_K=64, enable_fp_fusion=False,
     )  # fmt: skip
     wide = blocks if group == k else group  # one group of all inputs

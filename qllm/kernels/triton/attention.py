@@ -18,6 +18,7 @@ from torch import Tensor
 from qllm.kernels.routing import Angles
 from qllm.kernels.tiles import Tiles
 from qllm.kernels.triton.rope import turned
+from qllm.kernels.triton.tiles import attention_tile
 
 LOG2E = 1.4426950408889634
 PROGRAMS = 128
@@ -281,10 +282,11 @@ def attend(
         "R": ratio, "D": d, "D_PAD": max(16, triton.next_power_of_2(d)),
         "D2": q2.shape[2] if is_mla else 0, "D2_PAD": max(16, triton.next_power_of_2(q2.shape[2])),
         "DV": dv, "DV_PAD": max(16, triton.next_power_of_2(dv)), "PAGE": page_size,
-        "BLOCK_S": 32 if is_mla or d > 128 else 64, "SINKS": sinks_N is not None,
-        "SHORT": SHORT_BLOCKS, "IEEE": q_TND.dtype is torch.float32, "TURN": q_angles is not None,
+        "SINKS": sinks_N is not None, "SHORT": SHORT_BLOCKS,
+        "IEEE": q_TND.dtype is torch.float32, "TURN": q_angles is not None,
         "PAIRS": turn.in_pairs, "APART": q_angles is not None and turn.apart == q2.shape[2],
     }  # fmt: skip
+    widths = meta["D_PAD"], meta["D2_PAD"] if is_mla else 0, meta["DV_PAD"]
     for part in tiles.parts:
         num = part.num_tiles
         if num == 0:
@@ -292,6 +294,7 @@ def attend(
         per_program = _heads_per_program(ratio, part.block, meta["DV_PAD"])
         splits = _splits(groups * (ratio // per_program)) if part.block == 1 else 1
         rows = max(16, triton.next_power_of_2(part.block * per_program))
+        tile = attention_tile(rows, widths, q_TND.dtype, q_TND.device)
         shape = (num * num_heads * splits * (dv + 2),) if splits > 1 else (1,)
         partial = torch.empty(shape, dtype=torch.float32, device=q_TND.device)
         _attend[(num, groups * (ratio // per_program), splits)](
@@ -301,13 +304,13 @@ def attend(
             q_TND.stride(0), q_TND.stride(1), q2.stride(0), q2.stride(1), turn.cos_TD.stride(0),
             k_SGD.stride(0), k_SGD.stride(1), k2.stride(0), v_SGE.stride(0), v_SGE.stride(1),
             out_TNE.stride(0), out_TNE.stride(1), tables_RP.stride(0), scale * LOG2E, window or 0,
-            RC=per_program, ROWS=rows, NUM_SPLITS=splits,
-            num_warps=8 if rows >= 128 or dv > 256 else 4, num_stages=1 if dv > 256 else 2, **meta,
+            RC=per_program, ROWS=rows, NUM_SPLITS=splits, BLOCK_S=tile.inputs,
+            num_warps=tile.warps, num_stages=tile.stages, **meta,
         )  # fmt: skip
         if splits > 1:
             _join[(num, num_heads)](
                 partial, q_TND if sinks_N is None else sinks_N, out_TNE, part.tok, part.num,
                 part.pos, out_TNE.stride(0), out_TNE.stride(1), window or 0,
-                DV=dv, DV_PAD=meta["DV_PAD"], BLOCK_S=meta["BLOCK_S"], NUM_SPLITS=splits,
+                DV=dv, DV_PAD=meta["DV_PAD"], BLOCK_S=tile.inputs, NUM_SPLITS=splits,
                 SHORT=SHORT_BLOCKS, SINKS=meta["SINKS"],
             )  # fmt: skip

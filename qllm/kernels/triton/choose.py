@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from qllm.kernels.routing import Groups, Routing, Rule, RuleKind, empty_routing
-from qllm.kernels.triton.moe import route, tile_rows
+from qllm.kernels.triton.moe import route
+from qllm.kernels.triton.tiles import tile_rows
 
 FEW = 64
 """Most tokens that one program chooses for and sorts."""

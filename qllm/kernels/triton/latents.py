@@ -12,6 +12,7 @@ from torch import Tensor
 from qllm.kernels.routing import Angles, Norm
 from qllm.kernels.triton.norm import weighted
 from qllm.kernels.triton.rope import turned
+from qllm.kernels.triton.tiles import column_block
 
 
 @triton.jit
@@ -94,6 +95,6 @@ def write_latents(
         kv_TD.stride(0), queries.stride(0), angles.cos_TD.stride(0), norm.eps, eps,
         Q=queries.shape[1], Q_PAD=blocks[0], R=rank, R_PAD=blocks[1], F=width, F_PAD=blocks[2],
         PAIRS=angles.in_pairs, APART=angles.apart == width, OUT=out_TNR[0].numel(),
-        BLOCK=min(1024, triton.next_power_of_2(out_TNR[0].numel())),
+        BLOCK=column_block(out_TNR[0].numel()),
     )  # fmt: skip
     return normed

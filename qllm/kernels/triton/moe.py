@@ -8,20 +8,14 @@ Each slot has its own row, so the sum does not depend on which experts ran toget
 range is an upper bound known on the host; programs after the last tile of the range return at once.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from qllm.kernels.quantised import Code, Quantised
 from qllm.kernels.routing import ExpertWeights, Routing, Sum, empty_routing, max_tiles
-
-CODES: tuple[Code, ...] = ("u4", "i4", "e2m1", "i8", "e4m3")
-"""Codes in the order of their numbers in the kernels, from 1. Codes of 4 bits come first."""
-SCAN = 1024
-"""Slots that a sorting program reads at once."""
+from qllm.kernels.triton.codes import code_arguments, code_values
+from qllm.kernels.triton.tiles import column_block, expert_tile, scan_block, tile_rows
 
 
 @triton.jit
@@ -73,70 +67,6 @@ def _sort(
 
 
 @triton.jit
-def _worths(
-    per_group, n, k, is_col, n_stride,
-    D: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Return group values of inputs [k, k + BLOCK_K), fp32 [BLOCK_K, BLOCK_N] or [1, BLOCK_N]."""
-    NUM: tl.constexpr = (D + GROUP - 1) // GROUP
-    if NUM == 1 or GROUP % BLOCK_K == 0:
-        rows = k // GROUP + tl.arange(0, 1)
-    elif BLOCK_K % GROUP == 0:
-        rows = k // GROUP + tl.arange(0, BLOCK_K // GROUP)
-    else:
-        rows = (k + tl.arange(0, BLOCK_K)) // GROUP
-    at = per_group + n[None, :] * n_stride + rows[:, None]
-    found = tl.load(at, mask=(rows < NUM)[:, None] & is_col[None, :], other=0.0).to(tl.float32)
-    if NUM > 1 and GROUP < BLOCK_K and BLOCK_K % GROUP == 0:
-        whole = tl.broadcast_to(found[:, None, :], [BLOCK_K // GROUP, GROUP, BLOCK_N])
-        found = tl.reshape(whole, [BLOCK_K, BLOCK_N])
-    return found
-
-
-@triton.jit
-def _values(
-    w, scale, offset, n, k, is_col, w_n, scale_n,
-    D: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr, HAS_OFFSET: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Return quantised weights of inputs [k, k + BLOCK_K) and outputs n, bf16 [BLOCK_K, BLOCK_N].
-
-    The function does the same fp32 operations as `Quantised.dequantised`, so the bits are the same.
-    """
-    if CODE <= 3:  # two codes in a byte, the low half first
-        pair = tl.arange(0, BLOCK_K // 2)
-        is_in = (k + 2 * pair < D)[:, None] & is_col[None, :]
-        both = tl.load(w + n[None, :] * w_n + (k // 2 + pair)[:, None], mask=is_in, other=0)
-        codes = tl.permute(tl.join(both & 15, both >> 4), [0, 2, 1])
-        codes = tl.reshape(codes, [BLOCK_K, BLOCK_N]).to(tl.int32)
-    else:
-        d = tl.arange(0, BLOCK_K)
-        is_in = (k + d < D)[:, None] & is_col[None, :]
-        codes = tl.load(w + n[None, :] * w_n + (k + d)[:, None], mask=is_in, other=0).to(tl.int32)
-    if CODE == 3:  # e2m1
-        power, part = (codes >> 1) & 3, codes & 1
-        size = tl.where(power == 0, part, (2 + part) << (power - 1)).to(tl.float32) * 0.5
-        value = tl.where(codes > 7, size * -1.0, size)  # 0.0 - size would give no -0
-    elif CODE == 5:  # e4m3: below 2**-6 multiples of 2**-9, else with an implicit leading bit
-        power, part = (codes >> 3) & 15, codes & 7
-        tiny = part.to(tl.float32) * 0.001953125
-        size = tl.where(
-            power == 0, tiny, (((power + 120) << 23) | (part << 20)).to(tl.float32, bitcast=True)
-        )
-        value = tl.where(codes > 127, size * -1.0, size)
-    else:
-        value = codes.to(tl.float32)
-        if CODE == 2:
-            value -= 8.0
-    value *= _worths(scale, n, k, is_col, scale_n, D, GROUP, BLOCK_N, BLOCK_K)
-    if HAS_OFFSET:
-        value += _worths(offset, n, k, is_col, scale_n, D, GROUP, BLOCK_N, BLOCK_K)
-    elif CODE == 2:
-        value += 0.0  # no weight is -0
-    return value.to(tl.bfloat16)
-
-
-@triton.jit
 def _up(
     x, w, shared, bias, scale, offset, h, order, tile_start, tile_expert, tile_row, tile_end, lo,
     hi, places, x_t, w_e, w_f, w_d, bias_e, scale_e, scale_f,
@@ -182,11 +112,15 @@ def _up(
         if CODE > 0:
             gate_w, gate_s = w + stored * w_e, scale + stored * scale_e
             gate_o = offset + stored * scale_e
-            ww = _values(gate_w, gate_s, gate_o, n, k, is_col, w_f, scale_f, D, CODE, GROUP,
-                         HAS_OFFSET, BLOCK_N, BLOCK_K)  # fmt: skip
+            ww = code_values(
+                gate_w, gate_s, gate_o, n, k, is_col, w_f, scale_f, D, CODE, GROUP, HAS_OFFSET,
+                BLOCK_N, BLOCK_K,
+            )  # fmt: skip
             gate += tl.dot(xx, ww)
-            ww = _values(gate_w, gate_s, gate_o, n + F_UP, k, is_col, w_f, scale_f, D, CODE, GROUP,
-                         HAS_OFFSET, BLOCK_N, BLOCK_K)  # fmt: skip
+            ww = code_values(
+                gate_w, gate_s, gate_o, n + F_UP, k, is_col, w_f, scale_f, D, CODE, GROUP,
+                HAS_OFFSET, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
             up += tl.dot(xx, ww)
         elif INTERLEAVED:
             mask = is_in[:, None] & is_f[None, :]
@@ -258,9 +192,10 @@ def _down(
         is_in = i < I - k
         hh = tl.load(h_at + k, mask=is_row[:, None] & is_in[None, :], other=0.0)
         if CODE > 0:
-            ww = _values(w + stored * w_e, scale + stored * scale_e, offset + stored * scale_e, n,
-                         k, is_col, w_d, scale_d, I, CODE, GROUP, HAS_OFFSET, BLOCK_N,
-                         BLOCK_K)  # fmt: skip
+            ww = code_values(
+                w + stored * w_e, scale + stored * scale_e, offset + stored * scale_e, n, k, is_col,
+                w_d, scale_d, I, CODE, GROUP, HAS_OFFSET, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
         else:
             ww = tl.load(w_at + k * w_i, mask=is_in[:, None] & is_col[None, :], other=0.0)
         acc += tl.dot(hh, ww, input_precision=precision)
@@ -310,12 +245,6 @@ def _combine(
     tl.store(out + tok * out_t + d, acc.to(kind), mask=d < D)
 
 
-def tile_rows(num_slots: int, num_experts: int) -> int:
-    """Return the rows of a tile. They are about one expert's slots, so few rows are padding."""
-    per_expert = num_slots / num_experts
-    return 16 if per_expert <= 16 else 64 if per_expert <= 128 else 128
-
-
 def route(
     ids_TK: Tensor, num_tokens: Tensor, num_experts: int, hits: Tensor, num_shared: int = 0
 ) -> Routing:
@@ -331,7 +260,7 @@ def route(
     num_slots, top_k = ids_TK.numel(), ids_TK.shape[1]
     rows, every = tile_rows(num_slots, num_experts), num_experts + num_shared
     out = empty_routing(ids_TK.contiguous(), every, rows)
-    block = min(SCAN, max(16, triton.next_power_of_2(num_slots)))
+    block = scan_block(num_slots)
     _count[(every,)](
         out.ids_TK, num_tokens, out.counts_E, hits, num_slots, num_experts, K=top_k, BLOCK=block
     )
@@ -340,20 +269,6 @@ def route(
         E_PAD=triton.next_power_of_2(every), K=top_k, ROWS=rows, BLOCK=block,
     )  # fmt: skip
     return out
-
-
-def _of_codes(stack: Quantised | None, nothing: Tensor) -> tuple[list[Any], dict[str, Any]]:
-    """Return scales, offsets and their strides, and the compile-time constants of the codes."""
-    if stack is None:
-        return [nothing, nothing, 0, 0], {"CODE": 0, "GROUP": 1, "HAS_OFFSET": False}
-    scale = stack.scale_NG
-    offset = scale if stack.offset_NG is None else stack.offset_NG
-    how = {
-        "CODE": 1 + CODES.index(stack.code), "GROUP": min(stack.group, stack.shape[1]),
-        "HAS_OFFSET": stack.offset_NG is not None,
-        "enable_fp_fusion": False,  # the product and the sum are each rounded
-    }  # fmt: skip
-    return [scale, offset, scale.stride(0), scale.stride(1)], how
 
 
 def run_experts(
@@ -380,34 +295,30 @@ def run_experts(
     if up.dtype is torch.float8_e4m3fn:
         up, down = up.view(torch.uint8), down.view(torch.uint8)
     shared_up, shared_down = weights.shared or (up, down)
-    block_n, block_k, warps = (
-        (64, 128, 4) if rows == 16 else (64, 64, 4) if rows == 64 else (128, 64, 8)
-    )
-    if x_TD.dtype is torch.float32:
-        block_n, block_k = 32, 32
+    tile = expert_tile(rows, x_TD.dtype, x_TD.device)
     meta = {
         "IEEE": x_TD.dtype is torch.float32, "D": width, "I": inner, "BLOCK_M": rows,
-        "BLOCK_N": block_n, "BLOCK_K": block_k, "num_warps": warps, "E": weights.num_experts,
-        "S": weights.num_shared, "PLACED": weights.place_E is not None,
-        "num_stages": 4 if rows == 16 else 3,
+        "BLOCK_N": tile.columns, "BLOCK_K": tile.inputs, "E": weights.num_experts,
+        "S": weights.num_shared, "PLACED": weights.place_E is not None, "num_warps": tile.warps,
+        "num_stages": tile.stages,
     }  # fmt: skip
     if weights.first:  # the kernels look up experts by their place in the weights
         routing = routing._replace(tile_expert=routing.tile_expert - weights.first)
     places = routing.order_S if weights.place_E is None else weights.place_E
     plan = (routing.order_S, *routing[3:], lo, hi, places)
     packed_up, packed_down = weights.packed or (None, None)
-    (*up_worths, up_e, up_f), up_how = _of_codes(packed_up, x_TD)
-    (*down_worths, down_e, down_d), down_how = _of_codes(packed_down, x_TD)
+    (*up_worths, up_e, up_f), up_how = code_arguments(packed_up, x_TD)
+    (*down_worths, down_e, down_d), down_how = code_arguments(packed_down, x_TD)
     # Tiles are the first grid axis: those of one expert run together and share its columns in L2.
     # _down keeps columns first: its rows (of h) are too many to be read again for each block.
-    _up[(tiles, triton.cdiv(inner, block_n))](
+    _up[(tiles, triton.cdiv(inner, tile.columns))](
         x_TD, up, shared_up, x_TD if up_bias is None else up_bias, *up_worths, h_SI, *plan,
         x_TD.stride(0), *up.stride(), 0 if up_bias is None else up_bias.stride(0), up_e, up_f,
         K=top_k, F_STEP=2 if weights.interleaved else 1, F_UP=1 if weights.interleaved else inner,
         HAS_BIAS=up_bias is not None, GPT_OSS=weights.activation.value == 1, **meta,
         **up_how,
     )  # fmt: skip
-    _down[(triton.cdiv(width, block_n), tiles)](
+    _down[(triton.cdiv(width, tile.columns), tiles)](
         h_SI, down, shared_down, x_TD if down_bias is None else down_bias, *down_worths, slots_TKD,
         *plan, *down.stride(), 0 if down_bias is None else down_bias.stride(0), down_e, down_d,
         HAS_BIAS=down_bias is not None, **meta, **down_how,
@@ -435,7 +346,7 @@ def combine(
     top_k = weights_TK.shape[1]
     if num == 0:
         return
-    block = min(1024, triton.next_power_of_2(width))
+    block = column_block(width)
     residual, multiplier, shared, gate = add or Sum(out_TD)
     _combine[(num, triton.cdiv(width, block))](
         slots_TKD, weights_TK, num_tokens, residual, out_TD if shared is None else shared,

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qllm.kernels.triton.tiles import column_block, row_block
+
 
 @triton.jit
 def weighted(weight, x, d, kind: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
@@ -117,13 +119,12 @@ def silu_mul(x_TF: Tensor) -> Tensor:
     num, width = x_TF.shape[0], x_TF.shape[1] // 2
     out = torch.empty((num, width), dtype=x_TF.dtype, device=x_TF.device)
     if num and width:
-        block = min(1024, triton.next_power_of_2(width))
+        block = column_block(width)
         grid = num, triton.cdiv(width, block)
         _silu_mul[grid](x_TF, out, x_TF.stride(0), I=width, BLOCK=block)
     return out
 
 
 def _blocks(width: int) -> dict[str, int]:
-    block = triton.next_power_of_2(width)
-    warps = 8 if block >= 2048 else 4 if block >= 512 else 1
+    block, warps = row_block(width)
     return {"D": width, "BLOCK": block, "num_warps": warps}

@@ -9,9 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qllm.kernels.routing import HeadNorms
-
-HEADS = 4
-"""Heads of a program, all queries or all keys."""
+from qllm.kernels.triton.tiles import HEADS
 
 
 @triton.jit
