@@ -400,6 +400,17 @@ def test_gguf_blocks_that_the_package_quantised(kind: str) -> None:
 # -- rounding
 
 
+@pytest.mark.parametrize("form", sorted(rounding.ROUNDINGS))
+def test_rounding_makes_its_constants_where_the_weights_are(form: str) -> None:
+    """A bench rounds on a card: tensors on the default device would be elsewhere."""
+    weight = torch.randn((N, K), generator=made()).bfloat16()
+    wanted = rounding.ROUNDINGS[form](weight)
+    with torch.device("meta"):
+        found = rounding.ROUNDINGS[form](weight)
+    assert torch.equal(found.codes, wanted.codes)
+    assert torch.equal(found.scale_NG, wanted.scale_NG)
+
+
 @pytest.mark.parametrize("k", [64, 96, 200, 30])
 def test_int4_takes_the_nearest_of_sixteen_values(k: int) -> None:
     weight = (torch.randn((N, k), generator=made()) * 0.05).bfloat16()

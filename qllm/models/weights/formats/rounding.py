@@ -106,7 +106,7 @@ def _packed(codes: Tensor, k: int) -> Tensor:
 
 def _nearest(size: Tensor) -> Tensor:
     """Return the nearest of the eight sizes, or between two of them the one with an even code."""
-    sizes = torch.tensor(E2M1[:8], dtype=torch.float32)
+    sizes = torch.tensor(E2M1[:8], dtype=torch.float32, device=size.device)
     middles = (sizes[1:] + sizes[:-1]) / 2
     low, high = torch.bucketize(size, middles), torch.bucketize(size, middles, right=True)
     return torch.where(low % 2 == 0, low, high)
