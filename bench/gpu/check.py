@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import time
 import tomllib
 from collections.abc import Sequence
@@ -35,6 +36,8 @@ SCHEDULER = ROOT / "qllm" / "device" / "_scheduler.abi3.so"
 RINGS = ROOT / "qllm" / "ingress" / "csrc"
 """Folder of the rings' headers, which its sources include."""
 MARK = "gpu-check-section "
+LOGS = "logs.tar.gz"
+"""Archive with the logs of the parts, made at the end."""
 BEGAN = "GPU_CHECK_BEGAN"
 """Variable of the parts: start of the check, in seconds since the epoch. A server takes every name
 that begins with QLLM_ for a setting."""
@@ -291,6 +294,16 @@ def is_ok(part: dict[str, Any]) -> bool:
     return part["status"] == 0 and not failed
 
 
+def pack_logs(out: Path) -> None:
+    """Replace the parts' logs by one archive: few files come back from the GPU machine."""
+    logs = [log for name in PARTS if (log := out / f"{name}.log").exists()]
+    with tarfile.open(out / LOGS, "w:gz") as archive:
+        for log in logs:
+            archive.add(log, log.name)
+    for log in logs:
+        log.unlink()
+
+
 def options() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -345,6 +358,7 @@ def main() -> int:
     is_built = not result["scheduler"].startswith("not built")
     result["ok"] = is_built and all(is_ok(part) for part in result["parts"].values())
     write()
+    pack_logs(out)
     print(json.dumps({"ok": result["ok"], "results": str(out / "results.json")}))
     return 0 if result["ok"] else 1
 

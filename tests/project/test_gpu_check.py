@@ -7,6 +7,7 @@ import random
 import re
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -271,6 +272,12 @@ def test_a_dry_run_walks_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert found["machine"]["commit"] is not None
     assert found["scheduler"] == "built"
     assert (tmp_path / "_scheduler.so").exists()
+    assert not list(tmp_path.glob("*.log")), "each file counts on the way back"
+    with tarfile.open(tmp_path / gpu_check.LOGS) as logs:
+        assert logs.getnames() == ["probe.log"]
+        log = logs.extractfile("probe.log")
+        assert log is not None
+        assert gpu_check.MARK.encode() in log.read()
 
 
 @pytest.mark.parametrize("missing", ["git", "g++"])
