@@ -12,48 +12,11 @@ from tests.support.files import ROOT
 COMPILE = """
 import json, math, random, sys
 import torch, triton
+from tests.support.compiled import ASKED, Launcher
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 TARGET = GPUTarget("cuda", 90, 32)
-ASKED, DONE = [], {}
-NAMES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64",
-         torch.int32: "*i32", torch.int64: "*i64", torch.float16: "*fp16", torch.uint8: "*u8",
-         torch.int8: "*i8"}
-
-
-class Launcher:
-    '''A kernel whose launch notes what the launch would run, and runs nothing.'''
-
-    def __init__(self, name, kernel):
-        self.name, self.kernel = name, kernel
-
-    def __getitem__(self, grid):
-        return self.note
-
-    def note(self, *args, num_warps=4, num_stages=3, enable_fp_fusion=True, **constants):
-        names = [p.name for p in self.kernel.params]
-        signature, attrs = {}, {}
-        for i, (name, value) in enumerate(zip(names, args)):
-            if isinstance(value, torch.Tensor):
-                signature[name] = NAMES[value.dtype]
-                attrs[(i,)] = [["tt.divisibility", 16]]  # what torch's allocator gives
-            elif isinstance(value, int):
-                signature[name] = "i32"
-                if value == 1:
-                    signature[name], constants[name] = "constexpr", 1
-                elif value % 16 == 0:
-                    attrs[(i,)] = [["tt.divisibility", 16]]
-            else:
-                signature[name] = "fp32"
-        for name in names:
-            signature.setdefault(name, "constexpr")
-        fixed = {(names.index(n),): v for n, v in constants.items()}
-        source = ASTSource(self.kernel, signature, fixed, attrs)
-        options = {"num_warps": num_warps, "num_stages": num_stages,
-                   "enable_fp_fusion": enable_fp_fusion}
-        kinds = " ".join(str(a.dtype) for a in args[:2] if isinstance(a, torch.Tensor))
-        ASKED.append((self.name, source, options, constants, kinds))
+DONE = {}
 
 
 def size(asked):
@@ -86,7 +49,7 @@ from qllm.kernels.quantised import Quantised
 from qllm.kernels.routing import (
     Activation, Angles, ExpertWeights, Groups, HeadNorms, Norm, Rule, RuleKind, SharedWeights, Sum,
 )
-from qllm.kernels.tiles import Query, tiles_of
+from qllm.kernels.tiles import Query, query_block, tiles_of
 from qllm.kernels.triton import attention, choose, latents, moe, norm, rope, sampling
 
 for module in (attention, choose, latents, moe, norm, rope, sampling):
@@ -100,7 +63,7 @@ new = torch.empty
 
 def attend(heads, groups, width, dtype, sinks, window, ints=torch.int32):
     queries = [Query(0, 0, 20, 40), Query(1, 40, 9, 1)]
-    tiles = tiles_of(queries, 41, 16, torch.device("cpu"))
+    tiles = tiles_of(queries, 41, query_block(heads // groups), torch.device("cpu"))
     parts = [p._replace(seq=p.seq.to(ints), tok=p.tok.to(ints), num=p.num.to(ints),
                         pos=p.pos.to(ints)) for p in tiles.parts]
     tiles = tiles._replace(parts=tuple(parts))
@@ -124,7 +87,8 @@ for pairs in (None, True, False):  # DeepSeek-V3, latents: rotated before, in pa
     attention.attend(
         queries, new(1024, 1, 512, dtype=B), new(1024, 1, 512, dtype=B),
         torch.zeros(2, 8, dtype=torch.int32),
-        tiles_of([Query(0, 0, 20, 2), Query(1, 2, 9, 1)], 3, 16, torch.device("cpu")),
+        tiles_of([Query(0, 0, 20, 2), Query(1, 2, 9, 1)], 3, query_block(128),
+                 torch.device("cpu")),
         page_size=16, scale=0.1, q_rope_TNF=new(3, 128, 192, dtype=B)[:, :, 128:],
         k_rope_SF=new(1024, 64, dtype=B), q_angles=angles, out_TNE=new(3, 128, 512, dtype=B),
     )

@@ -43,8 +43,8 @@ def experts_of(up: Quantised, down: Quantised, activation: Activation) -> Expert
     group=st.sampled_from([16, 32, 48, 128, 4096]),
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
     offset=st.booleans(),
-    sizes=st.sampled_from([(64, 48), (192, 96), (144, 64)]),
-    num=st.sampled_from([1, 40, 150]),
+    sizes=st.sampled_from([(64, 48), (192, 96), (144, 64), (66, 34)]),
+    num=st.sampled_from([1, 40, 300]),
     biases=st.booleans(),
     activation=st.sampled_from(list(Activation)),
 )
@@ -77,6 +77,7 @@ def test_products_of_codes_are_those_of_their_values(
     x = noise(num, width, dtype=torch.bfloat16) * 0.05
     ids = torch.arange(num, device=device).remainder(experts)[:, None]
     one, hits = (torch.tensor([n], dtype=torch.int32, device=device) for n in (num, 0))
+    assert moe.tile_rows(num, experts) == {1: 16, 40: 64, 300: 128}[num]
     routing = moe.route(ids, one, experts, hits)
     places = torch.tensor([3, 1], device=device)
     far = [
@@ -121,13 +122,14 @@ WORTHS = (0.0, -0.0, 1.0, -1.0, 0.3, -0.7, 2.0**-100, -(2.0**100), 3.0e-5, 448.0
 @DEVICES
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("group", [24, 32, 136])
+@pytest.mark.parametrize("k", [136, 138])  # rows of whole words, and of bytes
+@pytest.mark.parametrize("group", [24, 32, None])
 @pytest.mark.parametrize("offset", [None, -0.0, 1.5])
 def test_every_code_has_its_value_to_the_bit(
-    device: str, code: Code, dtype: torch.dtype, group: int, offset: float | None
+    device: str, code: Code, dtype: torch.dtype, group: int | None, k: int, offset: float | None
 ) -> None:
     """Zeros have signs. Past the last input and output codes and worths are 0: none is read."""
-    n, k, blocks = len(WORTHS), 136, 192
+    n, blocks, group = len(WORTHS), 192, group or k
     codes = torch.arange(256, dtype=torch.uint8).repeat(n, 2)[:, :k]
     codes = (codes + torch.arange(n, dtype=torch.uint8)[:, None] * 25).contiguous()
     if code == "e4m3":

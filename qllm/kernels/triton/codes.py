@@ -19,9 +19,11 @@ def _worths(
 ):  # fmt: skip
     """Return group values of inputs [k, k + BLOCK_K), fp32 [BLOCK_K, BLOCK_N] or [1, BLOCK_N]."""
     NUM: tl.constexpr = (D + GROUP - 1) // GROUP
-    if NUM == 1 or GROUP % BLOCK_K == 0:
-        rows = k // GROUP + tl.arange(0, 1)
-    elif BLOCK_K % GROUP == 0:
+    if NUM == 1 or GROUP % BLOCK_K == 0:  # one value for each output
+        is_in = is_col & (k // GROUP < NUM)
+        one = tl.load(per_group + n * n_stride + k // GROUP, mask=is_in, other=0.0)
+        return one.to(tl.float32)[None, :]
+    if BLOCK_K % GROUP == 0:
         rows = k // GROUP + tl.arange(0, BLOCK_K // GROUP)
     else:
         rows = (k + tl.arange(0, BLOCK_K)) // GROUP
@@ -34,6 +36,20 @@ def _worths(
 
 
 @triton.jit
+def _halves(byte, CODE: tl.constexpr):
+    """Return the bits of an fp32 for each half of a byte, exact but for a constant.
+
+    e2m1 has its sign, exponent and fraction in the places of an fp32's, so the fp32 is 2**-126
+    times the value. An integer is in the fraction of 2**23, so the fp32 is 2**23 more.
+    """
+    if CODE == 3:
+        low, high = ((byte << 28) >> 6) & -0x7E400000, ((byte << 24) >> 6) & -0x7E400000
+    else:
+        low, high = (byte & 15) | 0x4B000000, (byte >> 4) | 0x4B000000
+    return low, high
+
+
+@triton.jit
 def code_values(
     w, scale, offset, n, k, is_col, w_n, scale_n,
     D: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr, HAS_OFFSET: tl.constexpr,
@@ -42,32 +58,38 @@ def code_values(
     """Return quantised weights of inputs [k, k + BLOCK_K) and outputs n, bf16 [BLOCK_K, BLOCK_N].
 
     The function does the same fp32 operations as `Quantised.dequantised`, so the bits are the same.
+    It loads words of four bytes where rows have whole words. From bytes Triton makes instructions
+    that add the inputs of a row in another order than those of bf16 weights do.
     """
-    if CODE <= 3:  # two codes in a byte, the low half first
-        pair = tl.arange(0, BLOCK_K // 2)
-        is_in = (k + 2 * pair < D)[:, None] & is_col[None, :]
-        both = tl.load(w + n[None, :] * w_n + (k // 2 + pair)[:, None], mask=is_in, other=0)
-        codes = tl.permute(tl.join(both & 15, both >> 4), [0, 2, 1])
-        codes = tl.reshape(codes, [BLOCK_K, BLOCK_N]).to(tl.int32)
+    PER_BYTE: tl.constexpr = 2 if CODE <= 3 else 1  # the low half first
+    PER_WORD: tl.constexpr = 4 * PER_BYTE if D % (4 * PER_BYTE) == 0 else PER_BYTE
+    if PER_WORD >= 4:
+        words, stride = w.to(tl.pointer_type(tl.int32), bitcast=True), w_n // 4
     else:
-        d = tl.arange(0, BLOCK_K)
-        is_in = (k + d < D)[:, None] & is_col[None, :]
-        codes = tl.load(w + n[None, :] * w_n + (k + d)[:, None], mask=is_in, other=0).to(tl.int32)
-    if CODE == 3:  # e2m1
-        power, part = (codes >> 1) & 3, codes & 1
-        size = tl.where(power == 0, part, (2 + part) << (power - 1)).to(tl.float32) * 0.5
-        value = tl.where(codes > 7, size * -1.0, size)  # 0.0 - size would give no -0
-    elif CODE == 5:  # e4m3: below 2**-6 multiples of 2**-9, else with an implicit leading bit
-        power, part = (codes >> 3) & 15, codes & 7
-        tiny = part.to(tl.float32) * 0.001953125
-        size = tl.where(
-            power == 0, tiny, (((power + 120) << 23) | (part << 20)).to(tl.float32, bitcast=True)
-        )
-        value = tl.where(codes > 127, size * -1.0, size)
+        words, stride = w.to(tl.pointer_type(tl.uint8), bitcast=True), w_n
+    # The mask is by words. A bound by codes would divide the load into its smallest pieces.
+    word = tl.arange(0, BLOCK_K // PER_WORD)
+    is_in = (word < D // PER_WORD - k // PER_WORD)[:, None] & is_col[None, :]
+    at = words + n[None, :] * stride + (k // PER_WORD + word)[:, None]
+    packed = tl.load(at, mask=is_in, other=0).to(tl.int32)[:, None, :]
+    first = (tl.arange(0, PER_WORD) * (8 // PER_BYTE))[None, :, None]
+    if CODE == 3:  # e2m1: sign, exponent and fraction in their places of an fp32 below 2**-124
+        bits = ((packed << (28 - first)) >> 6) & -0x7E400000
+    elif CODE == 5:  # e4m3: the same, below 2**-110
+        bits = ((packed << (24 - first)) >> 4) & -0x78100000
+    elif CODE == 4:
+        bits = (packed << (24 - first)) >> 24
+    else:  # the code is in the fraction of 2**23
+        bits = ((packed >> first) & 15) | 0x4B000000
+    bits = tl.reshape(bits, [BLOCK_K, BLOCK_N])
+    if CODE == 4:
+        value = bits.to(tl.float32)
+    elif CODE == 3:
+        value = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2**126
+    elif CODE == 5:
+        value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120
     else:
-        value = codes.to(tl.float32)
-        if CODE == 2:
-            value -= 8.0
+        value = bits.to(tl.float32, bitcast=True) - (8388616.0 if CODE == 2 else 8388608.0)
     value *= _worths(scale, n, k, is_col, scale_n, D, GROUP, BLOCK_N, BLOCK_K)
     if HAS_OFFSET:
         value += _worths(offset, n, k, is_col, scale_n, D, GROUP, BLOCK_N, BLOCK_K)

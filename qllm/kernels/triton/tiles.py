@@ -62,8 +62,9 @@ def chip_of(device: torch.device) -> Chip:
 
 @functools.cache
 def _cuda_chip(index: int) -> Chip:
-    about = torch.cuda.get_device_properties(index)
-    return Chip(about.shared_memory_per_block_optin, 10 * about.major + about.minor)
+    major, minor = torch.cuda.get_device_capability(index)
+    about = triton.runtime.driver.active.utils.get_device_properties(index)
+    return Chip(int(about["max_shared_mem"]), 10 * major + minor)
 
 
 def tile_rows(num_slots: int, num_experts: int) -> int:
