@@ -5,6 +5,10 @@
 
 The best logit comes first; of equal logits, the lowest expert. A token whose logits hold a NaN gets
 some experts, with weights of NaN.
+
+The number of tokens of a program is not in the bits of the weights. Few numbers are added in the
+order of their choice, many as whole numbers: compiled `tl.sum` adds floats in an order that depends
+on the layout of all tokens.
 """
 
 import functools
@@ -51,6 +55,18 @@ def _closed(
 
 
 @triton.jit
+def _total(shares):
+    """Sum each row of [T_PAD, E_PAD] shares in [0, 1], cut off at 2**-40: any order gives its bits.
+
+    One share of the row is 1, so the sum is as exact as one of fp32 numbers.
+    """
+    is_number = shares == shares
+    scale: tl.constexpr = 1099511627776.0  # 2**40
+    whole = tl.sum(tl.where(is_number, shares * scale, 0.0).to(tl.int64), 1).to(tl.float32)
+    return tl.where(tl.min(is_number.to(tl.int32), 1) > 0, whole * (1.0 / scale), float("nan"))
+
+
+@triton.jit
 def _pick(
     logits, correction, ids, weights, t, num, logits_t, jitter, scaling,
     E: tl.constexpr, E_PAD: tl.constexpr, T_PAD: tl.constexpr, K: tl.constexpr, S: tl.constexpr,
@@ -77,18 +93,23 @@ def _pick(
     top = tl.max(left, 1)
     nth = tl.full([T_PAD, E_PAD], -1, tl.int32)
     share = tl.zeros([T_PAD, E_PAD], tl.float32)
+    total = tl.zeros([T_PAD], tl.float32)
     for k in tl.static_range(K):
         peak = tl.max(left, 1)
         best = tl.min(tl.where(left == peak[:, None], e[None, :], E_PAD), 1)
         is_best = e[None, :] == best[:, None]
         nth = tl.where(is_best, k, nth)
+        if RULE == 1:
+            total += tl.exp(peak - top)
+        elif RULE == 3 and NORMED:
+            total += tl.max(tl.where(is_best, score, float("-inf")), 1)
         if RULE == 2:  # each among the experts near it, rounded where the model rounds
             gap = (peak[:, None] - x).to(kind).to(tl.float32)
             size = tl.maximum(tl.abs(x), peak[:, None])
             ratio = gap / tl.where(size > 0, size, 1.0)
             is_far = (size > 0) & (ratio.to(kind).to(tl.float32) > jitter)
             near = tl.where(is_far, 0.0, tl.exp(left - peak[:, None]))
-            share = tl.where(is_best, 1.0 / tl.sum(near, 1)[:, None], share)
+            share = tl.where(is_best, 1.0 / _total(near)[:, None], share)
         left = tl.where(is_best, float("-inf"), left)
     is_chosen = nth >= 0
     if RULE == 2:
@@ -96,11 +117,12 @@ def _pick(
     elif RULE == 3:
         share = score
         if NORMED:
-            share = share / (tl.sum(tl.where(is_chosen, share, 0.0), 1) + 1e-20)[:, None]
+            share = share / (total + 1e-20)[:, None]
         share = share * scaling
     else:
         share = tl.where((e < E)[None, :], tl.exp(x - top[:, None]), 0.0)
-        total = tl.sum(tl.where(is_chosen, share, 0.0) if RULE == 1 else share, 1)
+        if RULE == 0:
+            total = _total(share)
         share = share / total[:, None]
     share = tl.where(is_broken[:, None], float("nan"), share)
     tok = t.to(tl.int64)[:, None]
