@@ -56,6 +56,7 @@ class Part(NamedTuple):
 
 
 PARTS = {
+    "bits": Part(60),
     "kernels": Part(35),
     "exact": Part(80, is_timed=False),
     "tests": Part(110, runs_loop=True, is_timed=False),
@@ -66,8 +67,10 @@ PARTS = {
     "qwen3": Part(150, runs_loop=True),
     "mixtral": Part(120),
 }
-"""Parts in order, most useful first; untimed ones run side by side after the first. Together they
-take less than 8 minutes."""
+"""Parts in order, most useful first; untimed ones run side by side after the first."""
+IN_ALL = tuple(name for name in PARTS if name != "bits")
+"""Parts that run if none is named. Together they take less than 8 minutes. `bits` is a run of its
+own: its answers are wanted before any change of a kernel."""
 ENGINES = "tests/device/test_loops_gpu.py"
 """Tests that start engines, each in its own process: a separate part."""
 FIRST = ("tests/kernels/test_triton.py", "tests/cuda/test_runner.py")
@@ -250,6 +253,8 @@ def _run(command: list[str], budget_s: float, log: Path, env: Any) -> tuple[int 
 
 def command_of(name: str, dry: bool, layers: int | None = None) -> list[str]:
     """Return the command that runs a part."""
+    if name == "bits":
+        return [sys.executable, "-m", "bench.gpu.bits", *(["--dry-run"] if dry else [])]
     if name not in ("tests", "engines"):
         more = ["--dry-run"] if dry else []
         more += ["--layers", str(layers)] if layers else []
@@ -308,7 +313,7 @@ def options() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes, on a CPU")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(IN_ALL))
     parser.add_argument("--layers", type=int, help="of the big models at most, for a first walk")
     return parser.parse_args()
 

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
+from bench.gpu import bits, exact, gathered, parts
 from bench.gpu import check as gpu_check
-from bench.gpu import exact, gathered, parts
 from bench.gpu.part import Part
 from qllm.errors import DeviceError
 from tests.support import families
@@ -30,7 +30,7 @@ PEERS = {"interference", "loop_on_device", "peer_eager", "peer_continuous_batchi
 
 
 def test_the_budgets_fit_into_eight_minutes() -> None:
-    turns = gpu_check.in_turn(list(gpu_check.PARTS))
+    turns = gpu_check.in_turn(gpu_check.IN_ALL)
     assert sum(max(gpu_check.PARTS[name].budget_s for name in turn) for turn in turns) < 8 * 60
 
 
@@ -465,6 +465,7 @@ def test_a_dry_run_walks_every_part(tmp_path: Path) -> None:
     assert found["exact"] == {"tokens_mixtral"}
     assert found["qwen3"] == BIG | PEERS
     assert found["mixtral"] == BIG | LOADS
+    assert found["bits"] == set(bits.ORDER)
     assert found["ranks"] == {"virtual_2", "virtual_4", "virtual_8"}
     assert {"ceilings", "attention_1x1", "experts_qwen3_1", "sample_top_p_0.9_1"} <= found[
         "kernels"
