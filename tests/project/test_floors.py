@@ -212,6 +212,7 @@ OWN_BENCHES = {
     "kernels.cpu_kernels": "runner",  # what has no public name
     "kernels.sampling": "runner",
     # captures the stages of models that it only compiles
+    "gpu.bits": "models.weights",  # rounds experts
     "gpu.kernels": "models.weights",  # rows of experts that are rounded
     "gpu.prepare": "cuda.backend cuda.lanes device.cubins models.discover "
     "models.weights runner.runner",
