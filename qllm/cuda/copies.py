@@ -14,7 +14,8 @@ So pages and slots count as free as soon as no object refers to them.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,18 +40,20 @@ def measured_bytes_per_ms(
         now_ns: A clock.
     """
     here = api.lock(PROBE_BYTES).view(1, 1, 1, PROBE_BYTES)
-    there = torch.zeros_like(here, device=device)
-    took_ns, last = [], api.record(None)
-    for to, source in ((here, there), (there, here)):
-        stream = api.new_stream()
-        api.wait(stream, last)
-        for _ in range(PROBES):
-            start_ns = now_ns()
-            api.copy(to, source, stream)
-            last = api.record(stream)
-            api.finish(last)
-            took_ns.append(now_ns() - start_ns)
-    api.unlock(here)
+    try:
+        there = torch.zeros_like(here, device=device)
+        took_ns, last = [], api.record(None)
+        for to, source in ((here, there), (there, here)):
+            stream = api.new_stream()
+            api.wait(stream, last)
+            for _ in range(PROBES):
+                start_ns = now_ns()
+                api.copy(to, source, stream)
+                last = api.record(stream)
+                api.finish(last)
+                took_ns.append(now_ns() - start_ns)
+    finally:
+        api.unlock(here)
     return PROBE_BYTES * NS_PER_MS // max(1, min(took_ns[:PROBES]), min(took_ns[PROBES:]))
 
 
@@ -87,8 +90,18 @@ class Slot:
         self._arena.after[self.number] = event
 
 
+def _unlock(api: StreamApi, after: Mapping[int, Any], memory: Tensor) -> None:
+    """Wait for the last copy of each slot, then end the page-lock of their memory."""
+    for event in {id(event): event for event in after.values()}.values():
+        api.finish(event)
+    api.unlock(memory)
+
+
 class Arena:
     """Slots of a fixed number of tokens.
+
+    An arena that is dropped without `close` is unlocked before its memory is unmapped. A device
+    that still has the old pages locked would copy them instead of what is mapped there later.
 
     Args:
         api: Interface that locks memory.
@@ -107,6 +120,8 @@ class Arena:
         shapes = [(t.shape[0], tokens, *t.shape[2:]) for t in pages]
         sizes = [torch.Size(shape).numel() * pages[0].itemsize for shape in shapes]
         self._memory = api.lock(max(1, num_slots) * sum(sizes))
+        self._unlock = weakref.finalize(self, _unlock, api, self.after, self._memory)
+        self._unlock.atexit = False  # a device that computes would delay the exit
         slots = self._memory.view(max(1, num_slots), sum(sizes))
         k, v = (
             part.view(pages[0].dtype).view(-1, *shape)
@@ -125,8 +140,9 @@ class Arena:
         return Slot(self, self.free.pop()) if self.free else None
 
     def close(self) -> None:
-        """Free the memory. No copy may be under way."""
-        self._api.unlock(self._memory)
+        """Unlock the memory. No copy may be under way. Idempotent."""
+        if self._unlock.detach() is not None:
+            self._api.unlock(self._memory)
 
 
 class Copies:
@@ -168,13 +184,15 @@ class Copies:
         at = [(slot, lo) for slot in slots for lo in range(0, slot.tensors()[0].shape[1], size)]
         if len(at) < len(pages):
             raise InvariantError(f"{len(pages)} pages are copied and {len(at)} have room")
-        for page, (slot, lo) in zip(pages, at, strict=False):
-            for there, here in zip((self._k, self._v), slot.tensors(), strict=True):
-                device, host = there[:, page * size :][:, :size], here[:, lo : lo + size]
-                api.copy(*((host, device) if is_out else (device, host)), stream)
-        event = api.record(stream)
-        for slot in slots:
-            slot.after = event
+        try:
+            for page, (slot, lo) in zip(pages, at, strict=False):
+                for there, here in zip((self._k, self._v), slot.tensors(), strict=True):
+                    device, host = there[:, page * size :][:, :size], here[:, lo : lo + size]
+                    api.copy(*((host, device) if is_out else (device, host)), stream)
+        finally:  # after a failure, copies that were launched are under way
+            event = api.record(stream)
+            for slot in slots:
+                slot.after = event
         return event
 
     def ready(self, pages: Iterable[int]) -> None:

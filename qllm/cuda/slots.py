@@ -13,7 +13,8 @@ The choice of experts is made on the device, so the host reads it once per layer
 (`SlotWork`). Only engines whose experts come and go do that.
 """
 
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from threading import Lock
@@ -90,8 +91,18 @@ class SlotMemory:
         return self.num_bytes
 
 
+def _unlock(api: StreamApi, stream: Any, locked: list[Tensor]) -> None:
+    """Wait for the copies of a stream, then end the page-locks of tensors and forget them."""
+    if locked:
+        api.finish(api.record(stream))
+    while locked:
+        api.unlock(locked.pop())
+
+
 class DeviceResidency(Residency):
     """Slots on a device.
+
+    Experts are unlocked by `leave`, and before they are freed if this object is dropped without it.
 
     Args:
         layers: Experts of all layers.
@@ -114,7 +125,7 @@ class DeviceResidency(Residency):
         self._launching = Lock()
         self._after: list[Any] = []
         """Event of the last kernel that reads each slot."""
-        self._locked: list[Tensor] = []
+        self._unlock: Callable[[], object] = lambda: None
 
     def enter(self) -> None:
         """Page-lock all experts, and allocate the slots. Idempotent.
@@ -125,21 +136,22 @@ class DeviceResidency(Residency):
         if self._memory is not None:
             return
         self._stream = self._api.new_stream()
+        locked: list[Tensor] = []
+        unlock = weakref.finalize(self, _unlock, self._api, self._stream, locked)
+        unlock.atexit = False  # a device that computes would delay the exit
+        self._unlock = unlock
         for layer in self._host:
             for part in layer.parts:
                 self._api.lock_in_place(part)
-                self._locked.append(part)
+                locked.append(part)
         super().enter()
         # torch may have taken the memory from tensors that launched kernels still use
         self._after = [self._api.record(None)] * self.num_slots
 
     def leave(self) -> None:
         """Wait for copies, free the slots, and end the page-locks. Idempotent."""
-        if self._locked:
-            self._api.finish(self._api.record(self._stream))
+        self._unlock()
         super().leave()
-        while self._locked:
-            self._api.unlock(self._locked.pop())
 
     def _allocated(self) -> Tensor:
         shape = self.num_slots, self._slot_bytes

@@ -82,8 +82,10 @@ class LoopApi(Protocol):
         """
         ...
 
-    def pin(self, address: int, num_bytes: int) -> Any:
+    def pin(self, memory: memoryview) -> Any:
         """Page-lock memory of the host for the device until `close`, while no loop runs.
+
+        An object that is dropped without `close` is unlocked before the memory is unmapped.
 
         Raises:
             DeviceError: The memory cannot be page-locked.

@@ -101,8 +101,8 @@ class CudaLoopApi:
         self._ended = cuda.Event()
         self._ended.record(self._stream)
 
-    def pin(self, address: int, num_bytes: int) -> Pinned:
-        return Pinned(address, num_bytes)
+    def pin(self, memory: memoryview) -> Pinned:
+        return Pinned(memory)
 
     def staging(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)

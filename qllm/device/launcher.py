@@ -203,7 +203,7 @@ class DeviceEngine:
                 raise
 
     def _pin(self, number: int, segment: Segment) -> None:
-        self._pinned[number] = self._api.pin(address_of(segment.words), len(segment.bytes))
+        self._pinned[number] = self._api.pin(segment.bytes)
 
     def attach(self, block: FrontEndMemory | DeviceRings) -> None:
         """Serve one more front end.

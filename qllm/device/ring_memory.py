@@ -8,6 +8,7 @@ used.
 """
 
 import logging
+import weakref
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -107,32 +108,36 @@ def _why_not_vram(device: Mapping[str, int], profile: str | None) -> str:
 class Pinned:
     """Memory of the host that the device reads and writes at the same address.
 
+    The memory stays mapped until it is unpinned, by `close` or when this object is dropped.
+
     Args:
-        address: Address of the first byte, the start of a page.
-        num_bytes: Bytes of whole pages.
+        memory: Whole pages.
 
     Raises:
         DeviceError: The memory cannot be page-locked.
     """
 
-    def __init__(self, address: int, num_bytes: int) -> None:
+    def __init__(self, memory: memoryview) -> None:
         from cuda.bindings import runtime
 
-        self._runtime: Any = runtime
-        self._address: int | None = address
-        (error,) = runtime.cudaHostRegister(address, num_bytes, MAPPED)
+        address = int(np.frombuffer(memory, np.uint8).ctypes.data)
+        (error,) = runtime.cudaHostRegister(address, memory.nbytes, MAPPED)
         if int(error):
-            self._address = None
             raise DeviceError(
-                f"{num_bytes} bytes of shared memory cannot be page-locked for the device: CUDA "
-                f"answered {error!r}"
+                f"{memory.nbytes} bytes of shared memory cannot be page-locked for the device: "
+                f"CUDA answered {error!r}"
             )
+        self._unpin = weakref.finalize(self, _unpin, runtime, address, memory)
+        self._unpin.atexit = False  # a loop that runs would delay the exit
 
     def close(self) -> None:
         """Unpin the memory. Idempotent."""
-        if self._address is not None:
-            self._runtime.cudaHostUnregister(self._address)
-        self._address = None
+        self._unpin()
+
+
+def _unpin(runtime: Any, address: int, _memory: memoryview) -> None:
+    """Unpin memory, which the last argument keeps mapped until then."""
+    runtime.cudaHostUnregister(address)
 
 
 class Vram:

@@ -10,16 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+from cuda.bindings import runtime
 
 from bench.gpu.gathered import THREADS, Arguments, Buffers, DeviceBuild, HostBuild, random_case
 from bench.gpu.gathered import expected as wanted_of
 from qllm.config import engine_config
 from qllm.cuda.calls import BindingsCalls, CupyCalls, Size, cuda_calls
+from qllm.cuda.copies import Arena, measured_bytes_per_ms
 from qllm.cuda.gathered_norm import KERNEL, compile_norm
 from qllm.cuda.graphs import Graphs, TorchGraphApi, raw_node_types
 from qllm.cuda.streams import TorchStreams
+from qllm.device.ring_memory import Pinned
 from qllm.engine.gpu import GpuEngine
 from qllm.errors import ConfigError, DeviceError, ModelError
+from qllm.ingress.memory import Segment
 from qllm.plugins import load_policy
 from tests.support.fake_cuda import FakeCuda
 from tests.support.fake_cupy import FakeCupy, Kernel
@@ -131,6 +135,96 @@ def test_copies_of_kv_through_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qllm.cuda.calls.DEFAULT", 0)
     with pytest.raises(DeviceError, match="cudaErrorInvalidMemcpyDirection to a copy between"):
         streams.copy(to, source, SimpleNamespace(cuda_stream=5))
+
+
+def is_mapped(address: int) -> bool:
+    """Return True if the process has memory at the address."""
+    spans = (
+        line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()
+    )
+    return any(int(start, 16) <= address < int(end, 16) for start, end in spans)
+
+
+class Registered:
+    """Memory that CUDA has page-locked; a mapping may not go before its lock."""
+
+    def __init__(self) -> None:
+        self.num_bytes: dict[int, int] = {}
+        self.unlocked_late: list[int] = []
+        """Addresses that were no memory of the process any more."""
+
+    def register(self, address: int, num_bytes: int, flags: int) -> tuple[Any]:
+        assert address not in self.num_bytes, "memory is page-locked twice"
+        self.num_bytes[address] = num_bytes
+        return (runtime.cudaError_t.cudaSuccess,)
+
+    def unregister(self, address: int) -> tuple[Any]:
+        if not is_mapped(address):
+            self.unlocked_late.append(address)
+        del self.num_bytes[address]
+        return (runtime.cudaError_t.cudaSuccess,)
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> Registered:
+    """Page-locks of a runtime without a device."""
+    found = Registered()
+    monkeypatch.setattr(runtime, "cudaHostRegister", found.register)
+    monkeypatch.setattr(runtime, "cudaHostUnregister", found.unregister)
+    return found
+
+
+def arena_of(pages: tuple[torch.Tensor, torch.Tensor]) -> Arena:
+    return Arena(TorchStreams(), 3, 16, pages)
+
+
+def test_an_arena_that_is_dropped_is_unlocked_while_it_is_mapped(registered: Registered) -> None:
+    """Memory that is mapped there later would not be what the device sees."""
+    pages = torch.zeros(2, 32, 2, 4), torch.zeros(2, 32, 2, 4)
+    arena = arena_of(pages)
+    slot = arena.take()
+    assert list(registered.num_bytes.values()) == [3 * 2 * 2 * 16 * 2 * 4 * 4]
+    del arena
+    assert registered.num_bytes, "a slot still refers to the arena"
+    del slot
+    assert not registered.num_bytes
+    assert not registered.unlocked_late
+
+
+def test_an_arena_that_is_closed_is_unlocked_once(registered: Registered) -> None:
+    arena = arena_of((torch.zeros(1, 32, 2, 4), torch.zeros(1, 32, 2, 4)))
+    arena.close()
+    assert not registered.num_bytes
+    arena.close()
+    del arena
+    assert not registered.unlocked_late
+
+
+def test_rings_that_are_dropped_are_unlocked_while_they_are_mapped(registered: Registered) -> None:
+    segment = Segment.create("rings", 8192)
+    address = segment.address
+    pinned = Pinned(segment.bytes)
+    assert registered.num_bytes == {address: 8192}
+    segment.close()
+    del segment
+    assert is_mapped(address), "the page-locked memory is gone"
+    del pinned
+    assert not registered.num_bytes
+    assert not registered.unlocked_late
+
+
+def test_a_trial_copy_that_fails_leaves_nothing_locked(
+    registered: Registered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = TorchStreams()
+
+    def lost(*_: Any) -> None:
+        raise DeviceError("the device is gone")
+
+    monkeypatch.setattr(streams, "record", lost)
+    with pytest.raises(DeviceError, match="the device is gone"):
+        measured_bytes_per_ms(streams, torch.device("cpu"))
+    assert not registered.num_bytes
 
 
 def test_nodes_that_no_call_lists_are_not_checked_and_it_is_said(

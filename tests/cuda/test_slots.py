@@ -4,6 +4,7 @@ A CPU stands in for the device. `fake_streams` runs copies as late as CUDA would
 two accesses to a slot that nothing orders.
 """
 
+import gc
 import random
 import threading
 from typing import Any
@@ -244,6 +245,16 @@ def test_experts_are_page_locked_while_a_runner_is_open_and_no_longer(
         assert not streams.locked
         runner.close()
     assert streams.unlocked == 2 * len(weights)
+
+
+def test_experts_of_a_runner_that_is_dropped_are_unlocked(streams: FakeStreams) -> None:
+    model = make_model("mixtral")
+    runner = in_slots(model, TOP_K, streams)
+    assert streams.locked
+    del runner
+    gc.collect()
+    assert not streams.locked
+    in_slots(model, TOP_K, streams).close()  # they can be locked again
 
 
 def test_a_runner_that_cannot_lock_its_experts_unlocks_those_it_has(

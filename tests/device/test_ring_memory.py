@@ -60,7 +60,7 @@ def test_calls_reach_cuda() -> None:
     with pytest.raises(DeviceError, match="InsufficientDriver"):
         attributes_of()
     with pytest.raises(DeviceError, match="4096 bytes of shared memory cannot be page-locked"):
-        Pinned(1 << 40, 4096)
+        Pinned(memoryview(bytearray(4096)))
 
 
 @pytest.mark.gpu

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from qllm.ingress.words import address_of
+
 IN_BODY = {"Kernel", "Memcpy", "Memset", "Empty", "Graph", "Conditional"}
 """Node types that the body of a conditional node may hold."""
 MOST_TURNS = 100_000
@@ -41,8 +43,8 @@ class Node:
 class FakePinned:
     """Page-locked memory."""
 
-    def __init__(self, api: "FakeLoopApi", address: int, num_bytes: int) -> None:
-        self._api, self._what = api, (address, num_bytes)
+    def __init__(self, api: "FakeLoopApi", memory: memoryview) -> None:
+        self._api, self._what = api, (address_of(memory), memory.nbytes)
         api.pinned.append(self._what)
 
     def close(self) -> None:
@@ -80,9 +82,9 @@ class FakeLoopApi:
         if self.is_busy:
             raise RuntimeError(f"{call} while the loop runs")
 
-    def pin(self, address: int, num_bytes: int) -> "FakePinned":
+    def pin(self, memory: memoryview) -> "FakePinned":
         self.needs_quiet("cudaHostRegister")
-        return FakePinned(self, address, num_bytes)
+        return FakePinned(self, memory)
 
     def staging(self, num_bytes: int) -> torch.Tensor:
         self.needs_quiet("cudaHostAlloc")

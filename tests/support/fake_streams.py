@@ -10,7 +10,7 @@ however the device would have timed them (vector clocks; a race is raised at the
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from threading import RLock
 from typing import Any, NamedTuple
 
@@ -137,7 +137,7 @@ class FakeStreams:
         self._launch(stream)
         for tensor, writes in ((source, False), (to, True)):
             self.access(stream, tensor.data_ptr(), writes)  # of its first byte
-        stream.queue.append(lambda: _copy(to, source))
+        stream.queue.append(partial(_copy, to, source))
 
     def lock(self, num_bytes: int) -> Tensor:
         memory = torch.full((num_bytes,), 0xFF, dtype=torch.uint8)  # NaNs
@@ -149,7 +149,10 @@ class FakeStreams:
         self.locked[memory.data_ptr()] = memory.nbytes
 
     def unlock(self, memory: Tensor) -> None:
-        assert not any(stream.queue for stream in self.streams), "memory under copy is given back"
+        where = memory.untyped_storage().data_ptr()
+        jobs = [job for stream in self.streams for job in stream.queue if isinstance(job, partial)]
+        under_copy = {x.untyped_storage().data_ptr() for job in jobs for x in job.args}
+        assert where not in under_copy, "memory under copy is given back"
         self.locked.pop(memory.data_ptr(), None)
         self.unlocked += 1
 

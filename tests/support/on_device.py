@@ -156,8 +156,11 @@ def locked_pages() -> Iterator[Callable[[memoryview], None]]:
     addresses: list[int] = []
 
     def lock(memory: memoryview) -> None:
-        addresses.append(np.frombuffer(memory, np.uint8).ctypes.data)
-        cupy.cuda.runtime.hostRegister(addresses[-1], len(memory), 2)  # mapped
+        address = np.frombuffer(memory, np.uint8).ctypes.data
+        kind = cupy.cuda.runtime.pointerGetAttributes(address).type
+        assert kind == 0, f"memory of type {kind}: an earlier mapping of this address stays locked"
+        cupy.cuda.runtime.hostRegister(address, len(memory), 2)  # mapped
+        addresses.append(address)
 
     try:
         yield lock
