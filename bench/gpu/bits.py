@@ -40,13 +40,13 @@ PREDICTED: dict[str, dict[str, bool]] = {
     "dots": {"all_equal": True},
     "model": {"ascending": True, "k_width_8": False},
     "cublas": {"default": False, "no_split": True, "no_split_is_chain": True},
-    "experts": {"bf16": True, "int4": False, "mxfp4": False},
+    "experts": {"bf16": True, "int4": True, "mxfp4": True},
     "choose": dict.fromkeys(("softmax", "renormalised", "sparse_mixer", "sigmoid"), True),
     "attention": {"decode_is_prefill": False, "cut_elsewhere": True},
     "pdl": {"body_runs": True},
 }
-"""Expected answers. Split-K in cuBLAS depends on the number of rows. Tiles of 16 rows feed codes of
-4 bits in another order (kWidth 8). Decode divides its keys into ranges, and prefill does not."""
+"""Expected answers. Split-K in cuBLAS depends on the number of rows. Decode divides its keys into
+ranges, and prefill does not."""
 SHAPES = {"qkv": (5120, 2048), "output": (2048, 4096), "router": (128, 2048),
           "head": (151936, 2048), "mixtral_o": (4096, 4096)}  # fmt: skip
 """Products, as outputs and inputs: of Qwen3-30B-A3B, and one of Mixtral-8x7B."""

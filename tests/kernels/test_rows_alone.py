@@ -1,7 +1,8 @@
 """Is a row computed alone equal to the same row in a batch? By the published arithmetic of cards.
 
 The interpreter knows no layouts. So the order in which a compiled kernel feeds its inputs to the
-matrix unit is a parameter here (`kWidth`, read in compiled code).
+matrix unit is a parameter here (`kWidth`). `test_reduction_law.py` reads in compiled code that it
+is 2. Byte loads of codes would make it 4 or 8 in tiles of 16 rows.
 """
 
 from typing import NamedTuple
@@ -31,12 +32,13 @@ class Case(NamedTuple):
     """Code of quantised weights; None is bf16."""
     sm: int
     width: int
-    """`kWidth` of tiles of 16 rows, compiled for the card; larger tiles have 2."""
+    """`kWidth` of tiles of 16 rows; larger tiles have 2."""
     is_equal: bool
 
 
 CASES = [
-    Case(None, 80, 2, True), Case(None, 90, 2, True), Case("i8", 90, 4, False),
+    Case(None, 80, 2, True), Case(None, 90, 2, True), Case("i8", 90, 2, True),
+    Case("i4", 80, 2, True), Case("i4", 90, 2, True), Case("i8", 90, 4, False),
     Case("i4", 90, 8, False),
 ]  # fmt: skip
 
@@ -85,9 +87,9 @@ def test_the_batches_have_tiles_of_every_size() -> None:
     assert [moe.tile_rows(num, EXPERTS) for num in BATCHES] == [16, 16, 64, 128]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.code}-{case.sm}")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.code}-{case.sm}-{case.width}")
 def test_experts_of_a_token_alone_and_in_batches(case: Case) -> None:
-    """Codes at tiles of 16 rows come to the matrix unit in another order, so bits differ."""
+    """Bits differ if codes at tiles of 16 rows come to the matrix unit in another order."""
     noise = Noise(1, "cpu")
     weights, x = weights_of(noise, case.code), noisy(noise, max(BATCHES), WIDTH) * 0.01
     outs = {num: run(x[:num], weights, case.sm, case.width) for num in BATCHES}
