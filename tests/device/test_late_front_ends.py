@@ -54,7 +54,7 @@ def test_a_front_end_that_cannot_be_page_locked_is_not_attached(
     engine.detach(0)
     engine.loop.server.forget(0)
 
-    def fail(address: int, num_bytes: int) -> None:
+    def fail(memory: memoryview) -> None:
         raise DeviceError("no more memory can be locked")
 
     monkeypatch.setattr(engine._api, "pin", fail)
