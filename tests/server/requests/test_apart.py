@@ -147,7 +147,8 @@ def test_work_that_exceeds_a_bound_is_not_tried_again(
 def test_each_work_has_a_process_and_short_work_has_none(shared: Apart) -> None:
     assert len({shared.do(LONG, os.getpid) for _ in range(3)} | {os.getpid()}) == 4
     assert shared.do(LONG - 1, os.getpid) == os.getpid()
-    assert shared.do(LONG, os.nice, 0, nice=apart.NICE) == apart.NICE
+    lowest = min(19, os.nice(0) + apart.NICE)
+    assert shared.do(LONG, os.nice, 0, nice=apart.NICE) == lowest
 
 
 def test_an_error_is_raised_as_it_was(shared: Apart) -> None:
