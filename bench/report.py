@@ -194,6 +194,7 @@ SMALL = {
     "streams.json": "Prompts in pieces",
     "ranks.json": "One model on two ranks",
     "ranks_served.json": "Two ranks in a serving mix",
+    "hosts.json": "Two hosts with a link of 1 Gbit/s",
     "two_models.json": "Two models on the same cores",
     "experts_disk.json": "Experts on a disk",
     "capacity-cpu.json": "At capacity, next to vLLM",
@@ -240,7 +241,8 @@ TOPICS = {
     "engine": (
         "The engine and its decisions",
         ("engine-cpu.json", "drafts.json", "decide.json", "decide-native.json",
-         "differential.json", "soak.json", "ranks.json", "ranks_served.json"),
+         "differential.json", "soak.json", "ranks.json", "ranks_served.json",
+         "hosts.json"),
     ),
     "serving": (
         "Serving, and other servers",
