@@ -64,13 +64,13 @@ SKINNY_TILES = ((16, 8, 256, 1, 5), (16, 16, 512, 2, 3), (32, 16, 256, 2, 4), (6
                 (64, 16, 128, 4, 6), (64, 64, 128, 4, 4))  # fmt: skip
 
 
-def arithmetic(dry: bool, width: int = 2) -> AbstractContextManager[Any]:
+def arithmetic(dry: bool) -> AbstractContextManager[Any]:
     """Return a context in which interpreted kernels have the published arithmetic of sm_90."""
     if not dry:
         return nullcontext()
     from tests.support.hopper import matrix_unit
 
-    return matrix_unit(90, width)
+    return matrix_unit(90)
 
 
 def answers(part: Part, section: str, found: dict[str, bool], **details: Any) -> dict[str, Any]:
